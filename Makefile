@@ -1,0 +1,35 @@
+# Everything is installed into .venv. `make setup` once, or any other target, which calls it.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PROTOS := $(wildcard protos/kilburn/v1/*.proto)
+
+.PHONY: help setup demo test exact check proto clean
+
+help:
+	@echo "make setup   install into .venv"
+	@echo "make demo    run the default model and ask it something"
+	@echo "make test    the tests"
+	@echo "make exact   the full comparison with transformers (long)"
+	@echo "make check   ruff and mypy"
+	@echo "make proto   generate kilburn/v1 from protos/"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+proto: $(STAMP)
+	$(BIN)/python -m grpc_tools.protoc --proto_path=protos \
+		--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+		--python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. $(PROTOS)
+	rm -f kilburn/v1/engine_pb2_grpc.py kilburn/v1/engine_pb2_grpc.pyi
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy

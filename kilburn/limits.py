@@ -1,0 +1,52 @@
+"""Every limit that more than one process relies on, with its reason. Limits of one module stay in that module."""
+
+from typing import Final
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
+
+# ---------------------------------------------------------------------------------------------------------- wire
+
+#: Of all three processes; a peer of another one is refused at its hello.
+PROTOCOL: Final = 1
+
+#: One ZeroMQ frame. The longest that we send is a Submit: a prompt of a million ids in packed varints is under 4 MiB,
+#: and the gateway takes no gRPC message that long.
+MAX_FRAME_BYTES: Final = 16 * MIB
+
+#: Frames waiting in one socket, each way. A peer that is this far behind is dead in all but name: 4,096 steps.
+MAX_QUEUED_FRAMES: Final = 4096
+
+#: Bytes of a Unix socket's path (sun_path, less its final NUL).
+MAX_SOCKET_PATH_BYTES: Final = 107
+
+#: Each side speaks at least this often.
+HEARTBEAT_INTERVAL_SECONDS: Final = 0.5
+
+#: A peer that was silent for this long is dead. Four heartbeats; with the restart's own delays the client has its
+#: UNAVAILABLE well within five seconds.
+PEER_TIMEOUT_SECONDS: Final = 2.5
+
+#: An executor whose (step, layer) stands still for this long while a plan is out is frozen.
+EXECUTOR_STALL_SECONDS: Final = 5.0
+
+#: Hellos are repeated until a Welcome comes.
+HELLO_INTERVAL_SECONDS: Final = 0.25
+
+# ------------------------------------------------------------------------------------------------------ requests
+
+#: A gRPC message, either way: what gRPC clients accept by default.
+MAX_GRPC_MESSAGE_BYTES: Final = 4 * MIB
+
+#: Of a request's id, tenant or salt, in characters.
+MAX_NAME_CHARACTERS: Final = 128
+
+#: Alternatives beside the sampled token (`Output.logprobs`).
+MAX_TOP_LOGPROBS: Final = 20
+
+#: Stop token ids of one request, the model's own ends of sequence among them.
+MAX_STOP_TOKEN_IDS: Final = 128
+
+#: Tokens in a block.
+MAX_BLOCK_SIZE: Final = 1024
