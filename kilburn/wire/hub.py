@@ -6,6 +6,7 @@ heartbeats come on a second route of the same incarnation, from which nothing bu
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import zmq
@@ -39,6 +40,7 @@ class Hub:
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, own: int) -> None:
         self.fenced = 0
         self._own = own
+        self._endpoint = endpoint
         self._routes: dict[int, bytes] = {}  # incarnation -> the route of its hello
         self._conversations: dict[bytes, Conversation] = {}
         self.socket = router(context, endpoint)
@@ -90,8 +92,9 @@ class Hub:
             del self._conversations[route]
 
     def close(self) -> None:
-        """Close the socket; a bound ipc path is removed."""
+        """Close the socket and remove its path: ZeroMQ leaves it."""
         self.socket.close()
+        Path(self._endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _read(self, frames: list[bytes]) -> Incoming | None:
         if len(frames) != 2:

@@ -15,6 +15,8 @@ copy's source is held until the end of its step, so that no block is source and 
 Knows token ids as array("I") and an opaque key for each sequence; not requests, steps in flight, text or tensors.
 """
 
+from __future__ import annotations
+
 from array import array
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field

@@ -11,6 +11,8 @@ index: whoever removes a node removes what stands on it.
 Knows tokens and block numbers; not references, tables or the order of eviction.
 """
 
+from __future__ import annotations
+
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,7 +40,7 @@ class Match:
     tail: int = _NONE
     tail_tokens: int = 0
 
-    def without_tail(self) -> "Match":
+    def without_tail(self) -> Match:
         """Return the whole blocks alone."""
         return Match(self.blocks)
 
