@@ -63,9 +63,11 @@ class Hub:
         """Make the sender of a hello a peer, and say so to it. False: there are too many, or it is gone again."""
         if incoming.incarnation not in self._routes and len(self._routes) >= _MAX_PEERS:
             return self.refuse(incoming, f"memmgr serves at most {_MAX_PEERS} peers of this kind")
-        conversation = Conversation(self._own, incoming.incarnation)
-        self._routes[incoming.incarnation] = incoming.route
-        self._conversations[incoming.route] = conversation
+        if self._routes.get(incoming.incarnation) != incoming.route:
+            self.drop(incoming.incarnation)
+            self._routes[incoming.incarnation] = incoming.route
+            self._conversations[incoming.route] = Conversation(self._own, incoming.incarnation)
+        # On a route that is known the numbers go on: to the peer, fresh ones would be duplicates.
         return self.send(incoming.incarnation, Welcome())
 
     def refuse(self, incoming: Incoming, reason: str) -> bool:
