@@ -15,7 +15,8 @@ from typing import IO, Final
 from kilburn.errors import StartError
 from kilburn.limits import MAX_SOCKET_PATH_BYTES
 
-_LONGEST_NAME: Final = "executor.sock"
+#: supervisord binds `up.sock` under a name that ends in its process id, and renames it.
+_LONGEST_NAME: Final = "up.sock.4194304"
 
 
 def default_runtime_dir() -> Path:
@@ -91,18 +92,39 @@ def lock(runtime_dir: Path, role: str) -> IO[str]:
     Raises:
         StartError: another process has the role.
     """
-    path = private_dir(runtime_dir) / f"{role}.lock"
-    file = path.open("a+", encoding="ascii")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.seek(0)
-        holder = file.read(20).strip() or "unknown"
+    path = _lock_path(private_dir(runtime_dir), role)
+    while True:  # again only where another process gave the role up, and removed its file, at this moment
+        file = path.open("a+", encoding="ascii")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read(20).strip() or "unknown"
+            file.close()
+            raise StartError(
+                f"a kilburn {role} (process {holder}) already uses {runtime_dir}; stop it, or name another --runtime-dir"
+            ) from error
+        if _is_at(path, file):
+            break
         file.close()
-        raise StartError(
-            f"a kilburn {role} (process {holder}) already uses {runtime_dir}; stop it, or name another --runtime-dir"
-        ) from error
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
     file.flush()
     return file
+
+
+def unlock(file: IO[str], runtime_dir: Path, role: str) -> None:
+    """Give a role up and remove its file, while it is still held: nobody else's file can be at that path."""
+    _lock_path(runtime_dir, role).unlink(missing_ok=True)
+    file.close()
+
+
+def _lock_path(runtime_dir: Path, role: str) -> Path:
+    return runtime_dir / f"{role}.lock"
+
+
+def _is_at(path: Path, file: IO[str]) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
