@@ -15,7 +15,8 @@ from typing import IO, Final
 from kilburn.errors import StartError
 from kilburn.limits import MAX_SOCKET_PATH_BYTES
 
-_LONGEST_NAME: Final = "executor.sock"
+#: supervisord binds `up.sock` under a name that ends in its process id, and renames it.
+_LONGEST_NAME: Final = "up.sock.4194304"
 
 
 def default_runtime_dir() -> Path:
