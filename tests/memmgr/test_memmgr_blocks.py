@@ -101,7 +101,10 @@ def test_invariants_see_a_lost_reference() -> None:
         pool.check_invariants()
 
 
-@given(st.integers(1, 6), st.lists(st.tuples(st.sampled_from(["take", "share", "drop-keep", "drop-free", "evict"]), st.integers(0, 5))))
+OPERATIONS = st.sampled_from(["take", "share", "drop-keep", "drop-free", "evict"])
+
+
+@given(st.integers(1, 6), st.lists(st.tuples(OPERATIONS, st.integers(0, 5))))
 def test_any_sequence_of_legal_operations_agrees_with_a_naive_model(total: int, operations: list[tuple[str, int]]) -> None:
     pool = BlockPool(total)
     references = dict.fromkeys(range(total), 0)

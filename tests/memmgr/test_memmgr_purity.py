@@ -52,14 +52,20 @@ def test_the_files_are_found() -> None:
 def test_core_and_schedule_are_pure(path: Path) -> None:
     names = set(imports_of(path))
     assert not {name.split(".")[0] for name in names} & IMPURE
-    calls = {node.func.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    calls = {
+        node.func.id
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
     assert not calls & {"open", "print", "input", "__import__", "eval", "exec"}
 
 
 @pytest.mark.parametrize("path", PURE_FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_no_arrow_points_upwards(path: Path) -> None:
     below = {"core": {"memmgr.core"}, "schedule": {"memmgr.core", "memmgr.schedule"}}[path.parent.name]
-    ours = {name for name in imports_of(path) if name.split(".")[0] in {"memmgr", "kilburn", "executor", "gateway", "cli", "kernels"}}
+    ours = {
+        name for name in imports_of(path) if name.split(".")[0] in {"memmgr", "kilburn", "executor", "gateway", "cli", "kernels"}
+    }
     assert {".".join(name.split(".")[:2]) for name in ours} <= below
 
 
