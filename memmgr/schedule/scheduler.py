@@ -239,12 +239,10 @@ class Scheduler:
             request.table = self.memory.admit(request.submission.key, request.lineage, admission)
             request.slot = heappop(self._free_slots)
             request.residence += 1
-            request.high_water = max(request.high_water, admission.cached_tokens)
+            self._count_hits(request, admission.cached_tokens)
             if request.first_admitted_at is None:
                 request.first_admitted_at = now
                 request.cached_tokens = admission.cached_tokens
-                self.counters.prefix_query_tokens += admission.cached_tokens
-                self.counters.prefix_hit_tokens += admission.cached_tokens
             draft.opened.append(request)
             self._schedule(draft, request)
 
@@ -325,6 +323,13 @@ class Scheduler:
                 self.memory.acknowledge(request.table, row.end, request.tokens)
             if result is not None:
                 self._append(request, result, now)
+
+    def _count_hits(self, request: Request, cached_tokens: int) -> None:
+        """Count what an admission found of the prompt and no earlier one had found or computed: each token counts once."""
+        of_prompt = max(0, min(cached_tokens, request.prompt_length) - request.high_water)
+        self.counters.prefix_query_tokens += of_prompt
+        self.counters.prefix_hit_tokens += of_prompt
+        request.high_water = max(request.high_water, cached_tokens)
 
     def _count(self, request: Request, row: _Row) -> None:
         first_time = max(0, row.end - max(row.start, request.high_water))
