@@ -183,10 +183,11 @@ class Scheduler:
         self._complete(request, output_tokens, FinishReason.STOP, now)
 
     def abandon(self, code: EndCode, message: str, now: float) -> None:
-        """End every request: the executor is gone, and with it what was in flight."""
+        """End every request: the executor is gone, and with it what was in flight and what the pool held."""
         self._in_flight.clear()
         for request in list(self._requests.values()):
             self._end(request, code, message, now)
+        self.memory.flush()
 
     def take_events(self) -> list[Event]:
         """Return what clients are to hear, in order, and forget it."""

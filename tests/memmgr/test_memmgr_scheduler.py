@@ -8,6 +8,7 @@ import pytest
 from memmgr_world import World
 
 from memmgr.core.blocks import BlockState
+from memmgr.core.memory import Memory
 from memmgr.schedule.plans import (
     EndCode,
     FinishReason,
@@ -471,8 +472,20 @@ def test_everything_ends_where_the_executor_is_lost() -> None:
         assert end is not None
         assert (end.code, end.message) == (EndCode.UNAVAILABLE, "gone")
     assert world.scheduler.plans_in_flight == 0
-    assert world.memory.pool.live == 0
     world.scheduler.check_invariants()
+
+
+def test_nothing_is_counted_as_held_once_the_executor_is_lost() -> None:
+    """The counters go on in the next executor's session, whose pool begins empty."""
+    world = World()
+    world.submit(range(20), 1)
+    world.run()
+    assert world.memory.pool.cached
+    world.scheduler.abandon(EndCode.UNAVAILABLE, "gone", 0.0)
+    counters = world.memory.counters
+    assert counters.allocated_blocks == counters.freed_blocks > 0
+    assert counters.evicted_blocks == 0
+    Memory(64, 4, prefix_cache=True, counters=counters).check_invariants()
 
 
 def test_a_result_out_of_turn_is_our_own_bug() -> None:
