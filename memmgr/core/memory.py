@@ -5,7 +5,7 @@
     fork                                     a second sequence with the same content
     acknowledge                              the executor has computed tokens: blocks that are now full enter the index
     release                                  the sequence's references go; what the index knows of it stays cached
-    flush                                    nothing stays cached
+    distrust, flush                          nothing of a sequence, or of all, stays cached
     end_step                                 what the step needs beside the tables: copies, and blocks that fell free
 
 A planner changes nothing and says None where there is not enough; what it returned is applied before anything else changes. Two
@@ -216,6 +216,14 @@ class Memory:
             self._index(table, full, block_hash(table.lineage.parent(full), piece), piece)
         for block in reversed(table.blocks):
             self._drop(block)
+
+    def distrust(self, table: Table) -> None:
+        """Let nobody find what a sequence's blocks hold: it may be no numbers. The sequence is released next."""
+        for block in table.blocks:
+            if self.index.hash_of(block) is not None:
+                self._forget(block)
+        table.computed = table.committed = 0
+        table.node = None
 
     def flush(self) -> None:
         """Free every cached block."""

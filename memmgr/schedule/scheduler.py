@@ -343,6 +343,8 @@ class Scheduler:
     def _append(self, request: Request, result: Sampled, now: float) -> None:
         """Add a sampled token to its request, which may end with it."""
         if result.failed:
+            if request.table is not None:
+                self.memory.distrust(request.table)  # or whoever begins with the same tokens fails as well
             self._complete(request, request.outputs, FinishReason.ERROR, now)
             return
         submission = request.submission

@@ -342,6 +342,36 @@ def test_logits_that_are_no_numbers_end_the_sequence() -> None:
     world.scheduler.check_invariants()
 
 
+def test_what_may_be_no_numbers_is_not_found_by_others() -> None:
+    world = World(block_size=2, max_step_tokens=8)
+    good = world.submit([1, 2, 3, 4, 8], 1)
+    world.run()
+    world.check_answer(good)
+    world.submit([1, 2, 3, 4, 5, 6, 7], 5)
+    world.plan()
+    plan = world.in_flight.popleft()
+    assert plan.chunks[0].start == 4
+    world.scheduler.complete(plan.step, [Sampled(0, failed=True)], 0.0)
+    world.listen()
+    world.scheduler.check_invariants()
+    assert world.memory.pool.cached == 0, "which of its blocks is to blame isn't known"
+    again = world.submit([1, 2, 3, 4, 5, 6, 7], 5)
+    plan = world.plan()
+    assert plan is not None
+    assert plan.chunks[0].start == 0
+    assert world.clients[again].end is None
+
+
+def test_a_short_failed_prompt_leaves_no_tail() -> None:
+    world = World(block_size=8)
+    world.submit([1, 2, 3], 5)
+    world.plan()
+    world.in_flight.clear()
+    world.scheduler.complete(1, [Sampled(0, failed=True)], 0.0)
+    world.listen()
+    assert world.memory.pool.cached == 0
+
+
 def test_a_stop_string_ends_it_after_as_many_tokens_as_the_gateway_says() -> None:
     world = World()
     key = world.submit([1, 2, 3], 10)
