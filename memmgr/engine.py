@@ -95,6 +95,8 @@ class Engine:
         answer: Future[AnswerT] = Future()
 
         def reply() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return  # who asked has stopped waiting; from here on that can't happen
             try:
                 answer.set_result(question())
             except BaseException as error:
@@ -267,6 +269,8 @@ class Engine:
 
     def inspect(self, answer: "Future[tuple[int, list[str]]]") -> None:
         """Ask the executor for its view; `answer` gets (checks, faults)."""
+        if not answer.set_running_or_notify_cancel():
+            return
         session = self.session
         question = None if session is None else session.inspect(answer)
         if session is None:
