@@ -215,7 +215,8 @@ class Engine:
             return
         if self.session is not None:
             if self.session.incarnation == incoming.incarnation and self.session.attempt == hello.attempt:
-                self._executors.welcome(incoming)  # the hello crossed its Welcome
+                if not self._executors.welcome(incoming):  # the hello crossed its Welcome
+                    self._lose_executor("the executor has gone")
                 return
             self._lose_executor("the executor has said hello anew")
         limits = self._limits(hello)
@@ -316,6 +317,8 @@ class Engine:
             self._log.info("gateway connected")
             self._gateway_states[incoming.incarnation] = _Gateway(hello.attempt, heard=now, spoke=now)
             self._tell_gateway(incoming.incarnation, self._model_state(), now)
+        elif incoming.incarnation in self._gateway_states:
+            self._lose_gateway(incoming.incarnation, "it has gone")
 
     def _submit(self, gateway: int, submit: engine.Submit, now: float) -> None:
         key = (gateway, submit.handle)
