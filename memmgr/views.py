@@ -16,13 +16,12 @@ from memmgr.core.blocks import BlockState
 from memmgr.engine import Engine
 from memmgr.schedule.requests import Request, State
 
-#: Estimated bytes of one page: with the estimate's error, well under the 1 MiB of the contract.
+#: Bytes at which a page is full. A block with the most and longest holders has as many again, so that no page of blocks reaches
+#: the 1 MiB of the contract.
 _PAGE_BYTES: Final = 256 * 1024
 
-#: Estimated bytes of a block without its holders, of a sequence without its table, and of a table's entry.
-_BLOCK_BYTES: Final = 64
-_SEQUENCE_BYTES: Final = 384
-_ENTRY_BYTES: Final = 16
+#: Bytes that a message in a repeated field takes beside its own: tag and length.
+_FRAMING_BYTES: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +225,7 @@ def sequence_pages(sequences: Iterator[admin.Sequence]) -> Iterator[admin.Sequen
     """Yield the sequences in pages under 1 MiB; one empty page where there are none."""
     page, size = admin.SequencePage(), 0
     for sequence in sequences:
-        cost = _SEQUENCE_BYTES + _ENTRY_BYTES * len(sequence.table)
+        cost = sequence.ByteSize() + _FRAMING_BYTES
         if page.sequences and size + cost > _PAGE_BYTES:
             yield page
             page, size = admin.SequencePage(), 0
@@ -238,32 +237,33 @@ def sequence_pages(sequences: Iterator[admin.Sequence]) -> Iterator[admin.Sequen
 def block_pages(snapshot: BlocksSnapshot, state: int, min_references: int) -> Iterator[admin.BlockPage]:
     """Yield the blocks of a snapshot that are asked for, in pages under 1 MiB; one empty page where there are none."""
     holders, fills = _holders(snapshot)
-    page, size = admin.BlockPage(), 0
+    page, size, full = admin.BlockPage(), 0, False
     for offset, references in enumerate(snapshot.references):
         block = snapshot.first + offset
         now_in = _state(snapshot, block, references)
         if (state and now_in != state) or references < min_references:
             continue
         held_by = holders.get(block, [])
-        cost = _BLOCK_BYTES + sum(len(holder) + 2 for holder in held_by)
-        if page.blocks and size + cost > _PAGE_BYTES:
-            yield page
-            page, size = admin.BlockPage(), 0
         name = snapshot.names[offset]
-        page.blocks.add(
+        message = page.blocks.add(
             block=block,
             state=admin.BlockState.ValueType(now_in),
             references=references,
             filled=fills.get(block, snapshot.filled.get(block, 0)),
             prefix_hash=name or b"",
             depth=snapshot.depths[offset] if name else 0,
-            tenant=held_by[0].split("/")[0] if held_by else snapshot.tenants[offset] if name else "",
+            tenant=held_by[0].tenant if held_by else snapshot.tenants[offset] if name else "",
             idle_seconds=0.0 if references else snapshot.now - snapshot.stamps[offset],
-            holders=held_by,
+            holders=[f"{holder.tenant}/{holder.request_id}/{holder.index}" for holder in held_by],
             generation=snapshot.generations[offset],
         )
-        size += cost
-    yield page
+        size += message.ByteSize() + _FRAMING_BYTES
+        if size > _PAGE_BYTES:
+            yield page
+            page, size = admin.BlockPage(), 0
+            full = True
+    if page.blocks or not full:
+        yield page
 
 
 def _state(snapshot: BlocksSnapshot, block: int, references: int) -> BlockState:
@@ -272,15 +272,13 @@ def _state(snapshot: BlocksSnapshot, block: int, references: int) -> BlockState:
     return BlockState.CACHED if block in snapshot.cached else BlockState.FREE
 
 
-def _holders(snapshot: BlocksSnapshot) -> tuple[dict[int, list[str]], dict[int, int]]:
-    """Return who holds each live block (tenant/request/index), and how many of its slots are planned or in use."""
-    holders: dict[int, list[str]] = {}
+def _holders(snapshot: BlocksSnapshot) -> tuple[dict[int, list[admin.Sequence]], dict[int, int]]:
+    """Return which sequences hold each live block, and how many of its slots are planned or in use."""
+    holders: dict[int, list[admin.Sequence]] = {}
     fills: dict[int, int] = {}
     size = snapshot.block_size
     for sequence in snapshot.sequences:
-        message = sequence.message
-        name = f"{message.tenant}/{message.request_id}/{message.index}"
         for logical, block in enumerate(sequence.blocks):
-            holders.setdefault(block, []).append(name)
+            holders.setdefault(block, []).append(sequence.message)
             fills[block] = max(fills.get(block, 0), min(size, sequence.planned - logical * size))
     return holders, fills
