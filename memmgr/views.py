@@ -39,12 +39,12 @@ class BlocksSnapshot:
 
     first: int
     references: array[int]
-    cached: frozenset[int]
+    links: array[int]  # negative where a block is not cached
     generations: array[int]
     stamps: array[float]
     depths: array[int]
     names: list[bytes | None]
-    filled: dict[int, int]  # of cached blocks
+    tokens: list[bytes | None]
     tenants: list[str]
     block_size: int
     sequences: list[SequenceSnapshot]
@@ -191,16 +191,16 @@ def snapshot_blocks(engine: Engine, first: int, limit: int, now: float) -> Block
     blocks, index = memory.pool, memory.index
     stop = min(blocks.total, first + limit) if limit else blocks.total
     part = slice(first, stop)
-    cached = frozenset(block for block in blocks.eviction_order() if first <= block < stop)
+    names, tokens = index.entries(part)
     return BlocksSnapshot(
         first=first,
         references=blocks.references[part],
-        cached=cached,
+        links=blocks.links(part),
         generations=blocks.generations[part],
         stamps=blocks.stamps[part],
         depths=index.depths[part],
-        names=[index.hash_of(block) for block in range(first, stop)],
-        filled={block: index.filled(block) for block in cached},
+        names=names,
+        tokens=tokens,
         tenants=index.tenants[part],
         block_size=memory.block_size,
         sequences=snapshot_sequences(engine, now),
@@ -240,7 +240,7 @@ def block_pages(snapshot: BlocksSnapshot, state: int, min_references: int) -> It
     page, size, full = admin.BlockPage(), 0, False
     for offset, references in enumerate(snapshot.references):
         block = snapshot.first + offset
-        now_in = _state(snapshot, block, references)
+        now_in = _state(references, snapshot.links[offset])
         if (state and now_in != state) or references < min_references:
             continue
         held_by = holders.get(block, [])
@@ -249,7 +249,7 @@ def block_pages(snapshot: BlocksSnapshot, state: int, min_references: int) -> It
             block=block,
             state=admin.BlockState.ValueType(now_in),
             references=references,
-            filled=fills.get(block, snapshot.filled.get(block, 0)),
+            filled=fills.get(block, len(snapshot.tokens[offset] or b"") // 4),
             prefix_hash=name or b"",
             depth=snapshot.depths[offset] if name else 0,
             tenant=held_by[0].tenant if held_by else snapshot.tenants[offset] if name else "",
@@ -266,10 +266,10 @@ def block_pages(snapshot: BlocksSnapshot, state: int, min_references: int) -> It
         yield page
 
 
-def _state(snapshot: BlocksSnapshot, block: int, references: int) -> BlockState:
+def _state(references: int, link: int) -> BlockState:
     if references:
         return BlockState.LIVE
-    return BlockState.CACHED if block in snapshot.cached else BlockState.FREE
+    return BlockState.FREE if link < 0 else BlockState.CACHED
 
 
 def _holders(snapshot: BlocksSnapshot) -> tuple[dict[int, list[admin.Sequence]], dict[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Iterator
+from functools import partial
 
 import grpc
 import pytest
@@ -226,10 +227,10 @@ def test_verify_finds_a_broken_invariant(stub: admin_pb2_grpc.AdminStub, house: 
 # ----------------------------------------------------------------------------------------------------- size and load
 
 
-def fill_cache(scheduler: Scheduler, tokens: int, tenant: str) -> None:
+def fill_cache(scheduler: Scheduler, tokens: int, tenant: str, salt: str) -> None:
     """Leave a long sequence in the prefix cache."""
     memory = scheduler.memory
-    lineage = Lineage(root_hash("f" * 64, tenant, ""), tenant)
+    lineage = Lineage(root_hash("f" * 64, tenant, salt), tenant)
     prompt = array("I", (number % 97 for number in range(tokens)))
     admission = memory.plan_admission(lineage, prompt, 0)
     assert admission is not None
@@ -247,7 +248,8 @@ def test_two_hundred_thousand_blocks_come_in_pages_under_a_mebibyte(
     stub: admin_pb2_grpc.AdminStub, house: House, total: int, known: int, tenant: str
 ) -> None:
     working = Background(house.executor(total_blocks=total, block_size=1, context_length=100))
-    house.ask(lambda: fill_cache(scheduler_of(house), known, tenant))
+    for part in range(known // 1000):  # in parts, each shorter than a peer's patience
+        house.ask(partial(fill_cache, scheduler_of(house), 1000, tenant, f"{part}"))
     seen = 0
     for page in stub.ListBlocks(admin.ListBlocksRequest(), timeout=60):
         assert page.ByteSize() < MIB
