@@ -101,23 +101,17 @@ def pool(engine: Engine, now: float) -> admin.Pool:
 
 
 def _tokens(engine: Engine) -> tuple[int, int]:
-    """Return the token slots planned or filled: each sequence's own, and shared ones counted once."""
+    """Return the token slots planned or filled: each sequence's own, and shared ones counted once.
+
+    Every live block is full but for the last of a table, and who shares that has the same tokens planned in it: else the writer
+    would have cloned it.
+    """
     assert engine.session is not None
     memory = engine.session.scheduler.memory
-    logical = sum(table.planned for table in memory.tables.values())
-    if not memory.pool.shared:
-        return logical, logical
-    size, references = memory.block_size, memory.pool.references
-    alone = 0
-    fills: dict[int, int] = {}
-    for table in memory.tables.values():
-        for position, block in enumerate(table.blocks):
-            fill = min(size, table.planned - position * size)
-            if references[block] == 1:
-                alone += fill
-            else:
-                fills[block] = max(fills.get(block, 0), fill)
-    return logical, alone + sum(fills.values())
+    size = memory.block_size
+    tables = memory.tables.values()
+    unused = {table.blocks[-1]: -table.planned % size for table in tables if table.blocks}
+    return sum(table.planned for table in tables), memory.pool.live * size - sum(unused.values())
 
 
 def _counters(engine: Engine) -> admin.Counters:
