@@ -201,10 +201,9 @@ class Scheduler:
         self.memory.now = now
         self._expire(now)
         draft = _Draft(self.limits.max_step_tokens)
-        for decoding in (True, False):
-            for request in list(self._running):
-                if request.state is State.RUNNING and request.decoding is decoding:
-                    self._schedule(draft, request)
+        for request in sorted(self._running, key=lambda request: not request.decoding):  # those that decode first, each by rank
+            if request.state is State.RUNNING:  # not preempted a moment ago
+                self._schedule(draft, request)
         self._admit(draft, now)
         if not draft.counts and not self._closed_slots:
             return None
@@ -214,7 +213,7 @@ class Scheduler:
         """Give a running sequence its part of the budget, at the cost of those behind it where blocks are short."""
         assert request.table is not None
         count = min(request.uncomputed, draft.budget)
-        if count == 0 or request in draft.counts:
+        if count == 0:
             return
         while (growth := self.memory.plan_growth(request.table, count)) is None:
             victim = self._running[-1]
