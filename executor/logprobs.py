@@ -38,11 +38,10 @@ def logprobs(logits: Tensor, token_ids: Sequence[int], alternatives: Sequence[in
 
 def _tops(logits: Tensor, totals: Tensor, alternatives: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
     vocabulary = logits.shape[1]
-    # One more than is asked for shows whether the last one ties with what was left out.
-    width = min(max(alternatives) + 1, vocabulary)
-    if width == 1:
+    if not any(alternatives):
         return [() for _ in alternatives]
-    values, ids = (part.tolist() for part in logits.topk(width, dim=-1))
+    # One more than is asked for shows whether the last one ties with what was left out.
+    values, ids = (part.tolist() for part in logits.topk(min(max(alternatives) + 1, vocabulary), dim=-1))
     found = []
     for row, (asked, total) in enumerate(zip(alternatives, totals.tolist(), strict=True)):
         count = min(asked, vocabulary)

@@ -91,10 +91,10 @@ def _draw(logits: Tensor, peaks: Tensor, draws: Sequence[Draw]) -> Tensor:
     # The peak is taken off first: logits over a tiny temperature would overflow, a distance of 0 never does.
     tempered = logits.sub_(peaks[:, None]).div_(temperatures[:, None])
     keys = Keys.of([(draw.sampling.seed, draw.position, draw.index) for draw in draws], logits.device)
-    return race(tempered, _cutoffs(tempered, [draw.sampling for draw in draws]), keys)
+    return race(tempered, cutoffs(tempered, [draw.sampling for draw in draws]), keys)
 
 
-def _cutoffs(tempered: Tensor, sampling: Sequence[Sampling]) -> Tensor:
+def cutoffs(tempered: Tensor, sampling: Sequence[Sampling]) -> Tensor:
     """Return for each row the value below which top-k, top-p and min-p leave nothing.
 
     Each of the three keeps the most likely tokens down to some value, so all three together keep those down to the largest of
@@ -102,7 +102,7 @@ def _cutoffs(tempered: Tensor, sampling: Sequence[Sampling]) -> Tensor:
     what top-k left; min-p compares with the most likely token, which no filter changes.
     """
     vocabulary, device = tempered.shape[1], tempered.device
-    cutoffs = torch.tensor([math.log(row.min_p) if row.min_p > 0 else -math.inf for row in sampling], device=device)
+    found = torch.tensor([math.log(row.min_p) if row.min_p > 0 else -math.inf for row in sampling], device=device)
     top_k = [row.top_k if row.top_k < vocabulary else 0 for row in sampling]
     filtered = [number for number, row in enumerate(sampling) if top_k[number] or row.top_p < 1]
     if filtered:
@@ -110,8 +110,8 @@ def _cutoffs(tempered: Tensor, sampling: Sequence[Sampling]) -> Tensor:
         k = torch.tensor([top_k[number] for number in filtered], device=device)
         p = torch.tensor([sampling[number].top_p for number in filtered], dtype=torch.float64, device=device)
         width = _TOP if bool((p < 1).any()) else min(int(k.max()), _TOP)
-        cutoffs[index] = torch.maximum(cutoffs[index], _top_cutoffs(tempered[index], k, p, width))
-    return cutoffs
+        found[index] = torch.maximum(found[index], _top_cutoffs(tempered[index], k, p, width))
+    return found
 
 
 def _top_cutoffs(tempered: Tensor, k: Tensor, p: Tensor, width: int) -> Tensor:
