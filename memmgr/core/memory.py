@@ -1,0 +1,298 @@
+"""The memory: block tables over one pool, shared through one prefix index. Decide, then apply.
+
+    plan_admission -> Admission -> admit     a sequence gets a table that begins with what is cached of its prompt
+    plan_growth    -> Growth    -> grow      the table covers the tokens that the next step computes
+    fork                                     a second sequence with the same content
+    acknowledge                              the executor has computed tokens: blocks that are now full enter the index
+    release                                  the sequence's references go; what the index knows of it stays cached
+    end_step                                 what the step needs beside the tables: copies, and blocks that fell free
+
+A planner changes nothing and says None where there is not enough; what it returned is applied before anything else changes. Two
+lengths matter: tokens `planned` into the pool by plans that have left, and tokens `computed`, acknowledged by the executor. The
+executor works strictly in order, so a block that is released may be given away in the next plan at once; only what is read as a
+copy's source is held until the end of its step, so that no block is source and destination in one plan.
+
+Knows token ids as array("I") and an opaque key for each sequence; not requests, steps in flight, text or tensors.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+from memmgr.core.blocks import BlockPool, BlockState
+from memmgr.core.prefix import Lineage, Match, PrefixIndex, block_hash
+
+
+@dataclass(slots=True)
+class MemoryCounters:
+    """Never fall. allocated - freed = live + cached blocks."""
+
+    allocated_blocks: int = 0
+    freed_blocks: int = 0
+    evicted_blocks: int = 0
+    copied_blocks: int = 0
+    partial_copies: int = 0
+    forks: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Table:
+    """One sequence's memory. `blocks[i]` holds its tokens i * size .. (i + 1) * size - 1.
+
+    len(blocks) = ceil(planned / size); computed <= planned; blocks 0 .. committed - 1 are full, acknowledged and were offered to
+    the index.
+    """
+
+    key: Hashable
+    lineage: Lineage
+    blocks: list[int] = field(default_factory=list)
+    planned: int = 0
+    computed: int = 0
+    committed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence can begin: with `cached_tokens` of its prompt from `match`."""
+
+    match: Match
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A table can grow to `length` tokens, by `new_blocks` at its end, after cloning its last block where `clone`."""
+
+    table: Table
+    length: int
+    new_blocks: int
+    clone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """What a step does to blocks beside computing: `copies` as (source, destination), made first; `freed` hold nothing of use."""
+
+    copies: tuple[tuple[int, int], ...]
+    freed: tuple[int, ...]
+
+
+class Memory:
+    """See the module. Where `prefix_cache` is off, nothing is shared but by `fork`, and nothing is kept."""
+
+    def __init__(self, total_blocks: int, block_size: int, *, prefix_cache: bool, counters: MemoryCounters) -> None:
+        self.block_size: Final = block_size
+        self.prefix_cache: Final = prefix_cache
+        self.counters: Final = counters
+        self.pool: Final = BlockPool(total_blocks)
+        self.index: Final = PrefixIndex(total_blocks, block_size)
+        self.now = 0.0  # of the owner's clock, for stamps only
+        self._tables: dict[Hashable, Table] = {}
+        self._copies: dict[int, int] = {}  # destination -> source
+        self._held: dict[int, int] = {}  # source -> references held for the copies of this step
+        self._freed: list[int] = []
+
+    @property
+    def tables(self) -> Mapping[Hashable, Table]:
+        """The sequences' tables by key, to read."""
+        return MappingProxyType(self._tables)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Return how many blocks hold so many tokens."""
+        return -(-tokens // self.block_size)
+
+    # ------------------------------------------------------------------------------------------------- admission
+
+    def plan_admission(self, lineage: Lineage, tokens: array[int], reserve: int) -> Admission | None:
+        """Decide whether a sequence with these known tokens can begin, all of them and one more fitting, `reserve` blocks left.
+
+        At least the last token is left to compute: its logits are wanted.
+        """
+        match = self.index.match(lineage, tokens, len(tokens) - 1) if self.prefix_cache else Match()
+        references = self.pool.references
+        revived = sum(1 for block in match.blocks if references[block] == 0)
+        needed = self.blocks_for(len(tokens) + 1) - len(match.blocks)
+        room = self.pool.available - revived - reserve
+        if needed > room:
+            return None
+        if match.tail_tokens and needed + (references[match.tail] == 0) > room:
+            match = match.without_tail()  # its source would be held, and is needed
+        return Admission(match, len(match.blocks) * self.block_size + match.tail_tokens)
+
+    def admit(self, key: Hashable, lineage: Lineage, admission: Admission) -> Table:
+        """Give a sequence its table."""
+        assert key not in self._tables, f"sequence {key} has a table already"
+        match = admission.match
+        for block in match.blocks:
+            self.pool.share(block)
+        table = Table(key, lineage, list(match.blocks), committed=len(match.blocks))
+        if match.tail_tokens:
+            self.pool.share(match.tail)
+            table.blocks.append(self._clone(match.tail))
+            self.counters.partial_copies += 1
+        table.planned = table.computed = admission.cached_tokens
+        self._tables[key] = table
+        return table
+
+    def fork(self, parent: Hashable, key: Hashable) -> Table:
+        """Give a new sequence the content of another: every block is shared, the partly filled last one included."""
+        assert key not in self._tables, f"sequence {key} has a table already"
+        source = self._tables[parent]
+        lineage = Lineage(source.lineage.root, source.lineage.tenant)
+        lineage.names.extend(source.lineage.names[: source.planned // self.block_size])
+        for block in source.blocks:
+            self.pool.share(block)
+        table = Table(key, lineage, list(source.blocks), source.planned, source.computed, source.committed)
+        self._tables[key] = table
+        self.counters.forks += 1
+        return table
+
+    # ---------------------------------------------------------------------------------------------------- growth
+
+    def plan_growth(self, table: Table, count: int) -> Growth | None:
+        """Decide whether a sequence can take `count` more tokens."""
+        length = table.planned + count
+        new_blocks = self.blocks_for(length) - len(table.blocks)
+        clone = bool(table.planned % self.block_size) and self._is_shared(table.blocks[-1])
+        if new_blocks + clone > self.pool.available:
+            return None
+        return Growth(table, length, new_blocks, clone)
+
+    def grow(self, growth: Growth) -> None:
+        """Make a table cover the tokens of a step. A shared last block is cloned; the last holder writes in place."""
+        table = growth.table
+        if growth.clone:
+            table.blocks[-1] = self._clone(table.blocks[-1])
+            self.counters.copied_blocks += 1
+        for _ in range(growth.new_blocks):
+            table.blocks.append(self._allocate())
+        table.planned = growth.length
+
+    # ------------------------------------------------------------------------------- what the executor has done
+
+    def acknowledge(self, table: Table, computed: int, tokens: array[int]) -> None:
+        """Take note that the first `computed` of `tokens` are in the pool, and index the blocks that are full by now."""
+        assert table.computed <= computed <= table.planned
+        table.computed = computed
+        size = self.block_size
+        full = computed // size
+        if not self.prefix_cache:
+            table.committed = full
+            return
+        for logical in range(table.committed, full):
+            piece = tokens[logical * size : (logical + 1) * size].tobytes()
+            name = table.lineage.name(logical, piece)
+            self._index(table.blocks[logical], name, table.lineage, logical, piece)
+        table.committed = full
+
+    def release(self, key: Hashable, tokens: array[int]) -> None:
+        """Take a sequence's references away. `tokens` are those that it was made of.
+
+        Its blocks go the last first, so that the tail of a chain is evicted before its head. A last block that is partly filled
+        stays known as a tail, to be cloned by who comes back with more.
+        """
+        table = self._tables.pop(key)
+        size = self.block_size
+        full, rest = divmod(table.computed, size)
+        if self.prefix_cache and rest and full == table.committed and not self._is_shared(table.blocks[full]):
+            piece = tokens[full * size : table.computed].tobytes()
+            name = block_hash(table.lineage.parent(full), piece)
+            self._index(table.blocks[full], name, table.lineage, full, piece)
+        for block in reversed(table.blocks):
+            self._drop(block)
+
+    def end_step(self) -> StepMemory:
+        """Close the step that was planned: return its copies and the blocks that fell free, and let go of the sources."""
+        step = StepMemory(
+            tuple((source, destination) for destination, source in self._copies.items()),
+            tuple(block for block in dict.fromkeys(self._freed)),
+        )
+        self._copies.clear()
+        self._freed.clear()
+        held = [block for block, references in self._held.items() for _ in range(references)]
+        self._held.clear()
+        for block in held:
+            self._drop(block)
+        return step
+
+    # ---------------------------------------------------------------------------------------------------- blocks
+
+    def _is_shared(self, block: int) -> bool:
+        return self.pool.references[block] - self._held.get(block, 0) > 1
+
+    def _index(self, block: int, name: bytes, lineage: Lineage, logical: int, tokens: bytes) -> None:
+        if self.index.hash_of(block) is None:
+            self.index.insert(block, name, lineage.parent(logical), logical, tokens, lineage.tenant)
+
+    def _allocate(self) -> int:
+        if self.pool.free == 0:
+            self._evict(self.pool.oldest())
+        self.counters.allocated_blocks += 1
+        return self.pool.take()
+
+    def _clone(self, source: int) -> int:
+        """Return a block that this step's copies fill from `source`, of which one reference moves from the caller to the step."""
+        self._held[source] = self._held.get(source, 0) + 1
+        destination = self._allocate()
+        self._copies[destination] = source
+        return destination
+
+    def _drop(self, block: int) -> None:
+        if not self.pool.drop(block):
+            return
+        if self.index.hash_of(block) is None:
+            self._free(block)
+        else:
+            self.pool.keep(block, self.now)
+
+    def _evict(self, block: int) -> None:
+        """Free a cached block; what stands on it could not be found any more and goes with it."""
+        for gone in self.index.remove(block):
+            if self.pool.state(gone) is BlockState.CACHED:
+                self._free(gone)
+                self.counters.evicted_blocks += 1
+
+    def _free(self, block: int) -> None:
+        self.pool.release(block, self.now)
+        self.counters.freed_blocks += 1
+        self._copies.pop(block, None)  # its sequence is gone again within the step that cloned it
+        self._freed.append(block)
+
+    # ------------------------------------------------------------------------------------------------ invariants
+
+    def check_invariants(self) -> int:
+        """Check pool, index, tables and all that holds between them. Returns how many checks were made.
+
+        Raises:
+            AssertionError: one does not hold.
+        """
+        checks = self.pool.check_invariants() + self.index.check_invariants()
+        references = dict(self._held)
+        for key, table in self._tables.items():
+            assert table.key == key
+            assert 0 <= table.computed <= table.planned, f"sequence {key} computed more than was planned"
+            assert len(table.blocks) == self.blocks_for(table.planned), f"sequence {key} has the wrong number of blocks"
+            assert table.committed <= table.computed // self.block_size
+            assert len(set(table.blocks)) == len(table.blocks), f"sequence {key} has a block twice"
+            for block in table.blocks:
+                references[block] = references.get(block, 0) + 1
+            checks += 5 + len(table.blocks)
+        for block in range(self.pool.total):
+            counted, expected = self.pool.references[block], references.get(block, 0)
+            assert counted == expected, f"block {block} counts {counted} references, {expected} sequences hold it"
+            known = self.index.hash_of(block) is not None
+            state = self.pool.state(block)
+            assert known or state is not BlockState.CACHED, f"cached block {block} can't be found"
+            assert not (known and state is BlockState.FREE), f"free block {block} is in the index"
+            if known and self.index.filled(block) < self.block_size:
+                assert counted == self._held.get(block, 0), f"block {block} is a tail and referenced"
+        for destination, source in self._copies.items():
+            assert source not in self._copies, f"block {source} is source and destination in one step"
+            assert destination != source
+        balance = self.counters.allocated_blocks - self.counters.freed_blocks
+        assert balance == self.pool.live + self.pool.cached, "allocated and freed blocks do not add up"
+        return checks + 4 * self.pool.total + 2 * len(self._copies) + 1

@@ -1,0 +1,266 @@
+"""The prefix index: which known content which block holds.
+
+Content is named by a chain of hashes, one for each block: BLAKE2b over the parent's hash and the block's tokens, rooted in
+(model, tenant, salt), every field tagged and length-prefixed, so that no two domains and no two splits of the same bytes can
+meet. A hit still compares parent and tokens: a collision costs a miss, never a wrong token.
+
+The index is a forest of nodes, each node one block. A node with fewer tokens than a block is the tail of a sequence that ended
+there: it is found as the source of a clone, has no children, and is never referenced itself. A node's parent is always in the
+index: whoever removes a node removes what stands on it.
+
+Knows tokens and block numbers; not references, tables or the order of eviction.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
+
+#: Of a hash, in bytes. 128 bits: with comparison on top, collisions are a matter of speed, not of truth.
+HASH_BYTES: Final = 16
+
+#: Children of one node looked at for a prefix that ends inside a block. A system prompt has thousands, the recent ones matter.
+MAX_CHILDREN_COMPARED: Final = 16
+
+_NONE: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the index knows of a prompt: whole blocks from its start, then perhaps a part of one more.
+
+    `blocks[i]` holds tokens i * size .. (i + 1) * size - 1. `tail` is a block whose first `tail_tokens` tokens go on from there;
+    -1 where there is none.
+    """
+
+    blocks: tuple[int, ...] = ()
+    tail: int = _NONE
+    tail_tokens: int = 0
+
+    def without_tail(self) -> Match:
+        """Return the whole blocks alone."""
+        return Match(self.blocks)
+
+
+def root_hash(model: str, tenant: str, salt: str) -> bytes:
+    """Return the root of one domain: prefixes are shared only within it."""
+    digest = blake2b(digest_size=HASH_BYTES, person=b"kilburn.root")
+    for tag, field in (b"m", model), (b"t", tenant), (b"s", salt):
+        data = field.encode()
+        digest.update(tag + len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def block_hash(parent: bytes, tokens: bytes) -> bytes:
+    """Return the hash of a block: `parent` is its predecessor's or the root's, `tokens` are little-endian 32-bit ids."""
+    digest = blake2b(b"p" + parent, digest_size=HASH_BYTES, person=b"kilburn.block")
+    digest.update(b"k" + len(tokens).to_bytes(8, "little") + tokens)
+    return digest.digest()
+
+
+class Lineage:
+    """The names of one growing sequence's whole blocks in one domain, each hashed once and kept across preemptions."""
+
+    __slots__ = ("names", "root", "tenant")
+
+    def __init__(self, root: bytes, tenant: str) -> None:
+        self.root: Final = root
+        self.tenant: Final = tenant  # for people who look at a block; the root is what separates
+        self.names: Final[list[bytes]] = []
+
+    def parent(self, logical: int) -> bytes:
+        """Return the name that block `logical` hangs on; the blocks before it must have names."""
+        return self.names[logical - 1] if logical else self.root
+
+    def name(self, logical: int, tokens: bytes) -> bytes:
+        """Return the name of whole block `logical`, which holds `tokens`; the blocks before it must have names."""
+        if logical == len(self.names):
+            self.names.append(block_hash(self.parent(logical), tokens))
+        return self.names[logical]
+
+
+class PrefixIndex:
+    """See the module. `total` blocks of `block_size` tokens."""
+
+    __slots__ = (
+        "_block_of",
+        "_block_size",
+        "_first_child",
+        "_hashes",
+        "_next_sibling",
+        "_parents",
+        "_previous_sibling",
+        "_roots",
+        "_tokens",
+        "depths",
+        "tenants",
+    )
+
+    def __init__(self, total: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._block_of: dict[bytes, int] = {}
+        self._hashes: list[bytes | None] = [None] * total
+        self._tokens: list[bytes | None] = [None] * total
+        self._parents: list[bytes | None] = [None] * total  # a hash: of the parent node or of a root
+        self._roots: dict[bytes, int] = {}  # root -> its most recent child
+        self.depths: Final = array("I", bytes(4 * total))
+        self.tenants: Final[list[str]] = [""] * total
+        # Children hang in a list, the most recent first, threaded through these.
+        self._first_child = array("i", [_NONE]) * total
+        self._next_sibling = array("i", [_NONE]) * total
+        self._previous_sibling = array("i", [_NONE]) * total
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def hash_of(self, block: int) -> bytes | None:
+        """Return the hash under which a block is known, or None where it is not in the index."""
+        return self._hashes[block]
+
+    def filled(self, block: int) -> int:
+        """Return how many tokens of an indexed block the index knows."""
+        tokens = self._tokens[block]
+        assert tokens is not None
+        return len(tokens) // 4
+
+    def match(self, lineage: Lineage, tokens: array[int], limit: int) -> Match:
+        """Find the longest known prefix of `tokens[:limit]`: the unbroken run of whole blocks, then a part of one.
+
+        A prompt shorter than a block is never matched: what could be saved is less than a block, and such prompts share little
+        but their first token.
+        """
+        size = self._block_size
+        blocks: list[int] = []
+        for start in range(0, limit - size + 1, size):
+            piece = tokens[start : start + size].tobytes()
+            name = lineage.name(len(blocks), piece)
+            block = self._block_of.get(name, _NONE)
+            if block == _NONE or self._tokens[block] != piece or self._parents[block] != lineage.parent(len(blocks)):
+                break
+            blocks.append(block)
+        tail, tail_tokens = _NONE, 0
+        if len(tokens) >= size:
+            start = len(blocks) * size
+            parent = lineage.parent(len(blocks))
+            tail, tail_tokens = self._best_child(parent, tokens[start : min(limit, start + size)])
+        return Match(tuple(blocks), tail, tail_tokens)
+
+    def insert(self, block: int, name: bytes, parent: bytes, depth: int, tokens: bytes, tenant: str) -> bool:
+        """Let `block` stand for `tokens` after `parent`, `depth` blocks into its prefix (0: `parent` is a root).
+
+        The first one wins: a second block with the same content stays out of the index, and so does one whose parent is not in
+        it (it could not be found). Then the answer is False.
+        """
+        assert self._hashes[block] is None, f"block {block} is in the index already"
+        if name in self._block_of or (depth > 0 and parent not in self._block_of):
+            return False
+        self._block_of[name] = block
+        self._hashes[block] = name
+        self._tokens[block] = tokens
+        self._parents[block] = parent
+        self.depths[block] = depth
+        self.tenants[block] = tenant
+        self._hang(block, parent)
+        return True
+
+    def remove(self, block: int) -> list[int]:
+        """Forget a block and all that stands on it. Returns them, the deepest first, `block` last."""
+        doomed = [block]
+        for known in doomed:
+            child = self._first_child[known]
+            while child != _NONE:
+                doomed.append(child)
+                child = self._next_sibling[child]
+        doomed.reverse()
+        for known in doomed:
+            self._forget(known)
+        return doomed
+
+    def _forget(self, block: int) -> None:
+        name, parent = self._hashes[block], self._parents[block]
+        assert name is not None
+        assert parent is not None
+        before, after = self._previous_sibling[block], self._next_sibling[block]
+        if before != _NONE:
+            self._next_sibling[before] = after
+        elif parent in self._block_of:
+            self._first_child[self._block_of[parent]] = after
+        elif after != _NONE:
+            self._roots[parent] = after
+        else:
+            del self._roots[parent]
+        if after != _NONE:
+            self._previous_sibling[after] = before
+        self._next_sibling[block] = self._previous_sibling[block] = _NONE
+        del self._block_of[name]
+        self._hashes[block] = self._tokens[block] = self._parents[block] = None
+
+    def _hang(self, block: int, parent: bytes) -> None:
+        if parent in self._block_of:
+            above = self._block_of[parent]
+            first = self._first_child[above]
+            self._first_child[above] = block
+        else:
+            first = self._roots.get(parent, _NONE)
+            self._roots[parent] = block
+        self._next_sibling[block] = first
+        if first != _NONE:
+            self._previous_sibling[first] = block
+
+    def _children(self, parent: bytes) -> Iterator[int]:
+        above = self._block_of.get(parent, _NONE)
+        child = self._roots.get(parent, _NONE) if above == _NONE else self._first_child[above]
+        while child != _NONE:
+            yield child
+            child = self._next_sibling[child]
+
+    def _best_child(self, parent: bytes, wanted: array[int]) -> tuple[int, int]:
+        """Return the child that shares the most leading tokens with `wanted`, and how many; (-1, 0) where none does."""
+        best, shared = _NONE, 0
+        for looked_at, child in enumerate(self._children(parent)):
+            if looked_at == MAX_CHILDREN_COMPARED or shared == len(wanted):
+                break
+            known = array("I", self._tokens[child] or b"")
+            length = min(len(known), len(wanted))
+            if length <= shared:
+                continue
+            if known[:length] != wanted[:length]:
+                length = next(i for i in range(length) if known[i] != wanted[i])
+            if length > shared:
+                best, shared = child, length
+        return best, shared
+
+    def check_invariants(self) -> int:
+        """Check names, parents, depths and the threads. Returns how many checks were made.
+
+        Raises:
+            AssertionError: one does not hold.
+        """
+        hung = 0
+        for parent in list(self._roots) + list(self._block_of):
+            before = _NONE
+            for child in self._children(parent):
+                assert self._parents[child] == parent, f"block {child} hangs on a parent that is not its own"
+                assert self._previous_sibling[child] == before, f"the siblings of block {child} are torn"
+                before = child
+                hung += 1
+        assert hung == len(self._block_of), f"{hung} blocks hang in the forest, {len(self._block_of)} are known"
+        known = sum(1 for name in self._hashes if name is not None)
+        assert known == len(self._block_of), f"{known} blocks have a hash, {len(self._block_of)} are known"
+        for name, block in self._block_of.items():
+            tokens, hangs_on = self._tokens[block], self._parents[block]
+            assert tokens is not None
+            assert hangs_on is not None
+            assert self._hashes[block] == name
+            assert block_hash(hangs_on, tokens) == name, f"block {block} has the wrong hash"
+            assert 0 < len(tokens) // 4 <= self._block_size
+            if len(tokens) // 4 < self._block_size:
+                assert self._first_child[block] == _NONE, f"block {block} is a tail and has children"
+            above = self._block_of.get(hangs_on)
+            expected = 0 if above is None else self.depths[above] + 1
+            assert (above is not None) != (hangs_on in self._roots), f"the parent of block {block} is not known"
+            assert self.depths[block] == expected, f"block {block} has the wrong depth"
+        return 2 * hung + known + 7 * len(self._block_of)

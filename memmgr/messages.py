@@ -1,0 +1,170 @@
+"""Between the scheduler's values and the messages of engine.proto: what comes in is checked here, before anything acts on it.
+
+Knows both vocabularies; no sockets, no state.
+"""
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+
+from kilburn.errors import KilburnError
+from kilburn.limits import MAX_BLOCK_SIZE, MAX_NAME_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, PROTOCOL
+from kilburn.v1 import engine_pb2 as engine
+from kilburn.v1 import inference_pb2 as inference
+from memmgr.schedule.plans import (
+    Event,
+    NewToken,
+    Plan,
+    RequestEnd,
+    RequestKey,
+    Sampled,
+    SequenceEnd,
+    Submission,
+)
+
+
+class MessageError(KilburnError):
+    """A peer's message that can't be acted on; the text says why."""
+
+
+# -------------------------------------------------------------------------------------------------- from gateways
+
+
+def read_submit(submit: engine.Submit, gateway: int, vocab_size: int, deadline: float) -> Submission:
+    """Return the submission in a Submit. The gateway has checked what its client sent; this trusts no gateway.
+
+    Raises:
+        MessageError: a field is out of its range.
+    """
+    for what, text in ("tenant", submit.tenant), ("request id", submit.request_id), ("cache salt", submit.cache_salt):
+        if len(text) > MAX_NAME_CHARACTERS:
+            raise MessageError(f"a {what} of {len(text)} characters; at most {MAX_NAME_CHARACTERS} are taken")
+    if not submit.tenant or not submit.request_id:
+        raise MessageError("a request without a tenant or an id")
+    if not submit.prompt_ids:
+        raise MessageError("an empty prompt")
+    if len(submit.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise MessageError(f"{len(submit.stop_token_ids)} stop token ids; at most {MAX_STOP_TOKEN_IDS} are taken")
+    highest = max(submit.prompt_ids)
+    if highest >= vocab_size:
+        raise MessageError(f"token id {highest} is outside the vocabulary of {vocab_size}")
+    _check_sampling(submit.sampling)
+    return Submission(
+        key=(gateway, submit.handle),
+        tenant=submit.tenant,
+        request_id=submit.request_id,
+        prompt=array("I", submit.prompt_ids),
+        sampling=submit.sampling,
+        max_tokens=submit.max_tokens,
+        stop_token_ids=frozenset(submit.stop_token_ids),
+        priority=submit.priority,
+        salt=submit.cache_salt,
+        deadline=deadline,
+    )
+
+
+def _check_sampling(sampling: engine.SamplingParams) -> None:
+    """Refuse what would make the executor fail for everybody."""
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise MessageError("a temperature that is negative or no number")
+    if not 0 < sampling.top_p <= 1:
+        raise MessageError("a top_p outside (0, 1]")
+    if not 0 <= sampling.min_p <= 1:
+        raise MessageError("a min_p outside [0, 1]")
+    if sampling.top_logprobs > MAX_TOP_LOGPROBS:
+        raise MessageError(f"{sampling.top_logprobs} alternatives; at most {MAX_TOP_LOGPROBS} are given")
+
+
+# --------------------------------------------------------------------------------------------------- to gateways
+
+
+def token_batches(events: Iterable[Event]) -> dict[int, engine.TokenBatch]:
+    """Return one batch for each gateway (by incarnation), in which one sequence's consecutive tokens lie together."""
+    batches: dict[int, engine.TokenBatch] = {}
+    open_runs: dict[tuple[RequestKey, int], engine.SequenceTokens] = {}
+    for event in events:
+        gateway, handle = event.key
+        batch = batches.setdefault(gateway, engine.TokenBatch())
+        if isinstance(event, RequestEnd):
+            batch.ends.append(_request_end(event))
+            continue
+        run = open_runs.get((event.key, event.index))
+        if run is None:
+            offset = event.offset if isinstance(event, NewToken) else event.output_tokens
+            run = batch.sequences.add(handle=handle, index=event.index, offset=offset)
+            open_runs[event.key, event.index] = run
+        if isinstance(event, SequenceEnd):
+            run.finish_reason = inference.FinishReason.ValueType(event.reason)
+            continue
+        run.token_ids.append(event.token)
+        if event.logprob is not None:
+            assert isinstance(event.logprob, inference.TokenLogprob)
+            run.logprobs.append(event.logprob)
+    return batches
+
+
+def _request_end(end: RequestEnd) -> engine.RequestEnd:
+    return engine.RequestEnd(
+        handle=end.key[1],
+        error=engine.ErrorCode.ValueType(end.code),
+        message=end.message,
+        cached_tokens=end.cached_tokens,
+        preemptions=end.preemptions,
+        queue_seconds=end.queue_seconds,
+    )
+
+
+# -------------------------------------------------------------------------------------------- executors, both ways
+
+
+def check_hello(hello: engine.ExecutorHello) -> None:
+    """Refuse an executor that can't be worked with.
+
+    Raises:
+        MessageError: it speaks another protocol, or has room for nothing.
+    """
+    if hello.protocol != PROTOCOL:
+        raise MessageError(f"the executor speaks protocol {hello.protocol}, the memory manager {PROTOCOL}: start one version")
+    model = hello.model
+    if not 1 <= model.block_size <= MAX_BLOCK_SIZE:
+        raise MessageError(f"the executor has blocks of {model.block_size} tokens; 1 to {MAX_BLOCK_SIZE} can be used")
+    capacity = model.total_blocks * model.block_size
+    if not 2 <= model.context_length <= capacity:
+        raise MessageError(f"a context of {model.context_length} tokens does not fit a pool of {capacity}")
+    if min(hello.max_slots, hello.max_step_tokens, model.vocab_size) < 1:
+        raise MessageError("the executor has room for no sequence")
+
+
+def step_plan(plan: Plan) -> engine.StepPlan:
+    """Return a plan as the executor reads it."""
+    message = engine.StepPlan(step=plan.step, closes=plan.closes, freed_blocks=plan.memory.freed)
+    for source, destination in plan.memory.copies:
+        message.copies.add(source=source, destination=destination)
+    for slot, sampling in plan.opens:
+        assert isinstance(sampling, engine.SamplingParams)
+        message.opens.add(slot=slot, sampling=sampling)
+    for chunk in plan.chunks:
+        added = message.chunks.add(slot=chunk.slot, start=chunk.start, new_blocks=chunk.new_blocks)
+        if chunk.tokens is not None:
+            added.token_ids.extend(chunk.tokens)
+        for logical, block in chunk.edits:
+            added.edits.add(logical=logical, block=block)
+    for sample in plan.samples:
+        message.samples.add(chunk=sample.chunk, slot=sample.slot, position=sample.position)
+    return message
+
+
+def read_result(result: engine.StepResult, samples: int, vocab_size: int) -> Sequence[Sampled]:
+    """Return what was sampled, in the order of the plan's samples.
+
+    Raises:
+        MessageError: the result is not one of a plan with so many samples.
+    """
+    if len(result.token_ids) != samples:
+        raise MessageError(f"{len(result.token_ids)} tokens for {samples} samples")
+    failed = set(result.failed)
+    logprobs = {entry.sample: entry.logprob for entry in result.logprobs}
+    for sample, token in enumerate(result.token_ids):
+        if token >= vocab_size and sample not in failed:
+            raise MessageError(f"token id {token} is outside the vocabulary of {vocab_size}")
+    return [Sampled(token, sample in failed, logprobs.get(sample)) for sample, token in enumerate(result.token_ids)]

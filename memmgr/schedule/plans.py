@@ -1,0 +1,149 @@
+"""The frozen values that go into the scheduler and come out of it.
+
+`sampling` and `logprob` are carried through unread: they are the executor's and the client's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from enum import IntEnum
+
+from memmgr.core.memory import StepMemory
+
+#: Names a request for good: its gateway's incarnation, and the gateway's handle.
+RequestKey = tuple[int, int]
+
+
+class FinishReason(IntEnum):
+    """Why a sequence's output is complete; the numbers of inference.proto."""
+
+    EOS = 1
+    STOP = 2
+    LENGTH = 3
+    CONTEXT = 4
+    ERROR = 5
+
+
+class EndCode(IntEnum):
+    """How a request as a whole ended; the numbers of engine.proto."""
+
+    OK = 0
+    CANCELLED = 1
+    DEADLINE = 2
+    DUPLICATE = 3
+    QUEUE_FULL = 4
+    NEVER_FITS = 5
+    UNAVAILABLE = 6
+    INVALID = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds the scheduler. `context_length` in tokens, prompt and output; `max_step_tokens` is the budget of one step."""
+
+    max_running: int
+    max_waiting: int
+    max_step_tokens: int
+    context_length: int
+
+    def __post_init__(self) -> None:
+        assert self.max_step_tokens >= self.max_running >= 1, "a step must hold one token of each running sequence"
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request as it came. `prompt` has at least one id; `max_tokens` 0: up to the context length."""
+
+    key: RequestKey
+    tenant: str
+    request_id: str
+    prompt: array[int]
+    sampling: object
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    priority: int = 0
+    salt: str = ""
+    deadline: float = float("inf")  # on the same clock as every `now`
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedChunk:
+    """Tokens of one sequence that a step computes: positions start .. start + count - 1.
+
+    `tokens` is None for the one token that this slot sampled last. `new_blocks` go to the end of the slot's table, `edits` are
+    (logical, block) of entries that were replaced.
+    """
+
+    slot: int
+    start: int
+    count: int
+    tokens: array[int] | None
+    new_blocks: tuple[int, ...]
+    edits: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSample:
+    """Sample from the last row of chunk `chunk`, for output number `position` of the sequence in `slot`."""
+
+    chunk: int
+    slot: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step. `opens` are (slot, sampling)."""
+
+    step: int
+    memory: StepMemory
+    closes: tuple[int, ...]
+    opens: tuple[tuple[int, object], ...]
+    chunks: tuple[PlannedChunk, ...]
+    samples: tuple[PlannedSample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What became of one planned sample. `failed`: its logits were not numbers, there is no token."""
+
+    token: int
+    failed: bool = False
+    logprob: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """One token for the client: output number `offset` of the request's sequence `index`."""
+
+    key: RequestKey
+    index: int
+    offset: int
+    token: int
+    logprob: object
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEnd:
+    """A sequence's output is complete after `output_tokens` tokens."""
+
+    key: RequestKey
+    index: int
+    output_tokens: int
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """The last word on a request; every submission gets exactly one."""
+
+    key: RequestKey
+    code: EndCode
+    message: str = ""
+    cached_tokens: int = 0
+    preemptions: int = 0
+    queue_seconds: float = 0.0
+
+
+Event = NewToken | SequenceEnd | RequestEnd
