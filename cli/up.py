@@ -33,10 +33,12 @@ _RUNNING_POLL_SECONDS: Final = 2.0
 @click.pass_context
 def up(context: click.Context, options: ServerOptions) -> None:
     """Run all three services, supervised."""
-    from cli import leftovers
+    from cli import leftovers, lifeline
     from cli.ports import KeptPorts
     from cli.signals import STOPS, Signals
 
+    if lifeline.supervised():
+        lifeline.follow_parent()
     with ExitStack() as stack:
         runtime_dir = endpoints.private_dir(options.runtime_dir)
         endpoints.private_dir(endpoints.socket_dir(runtime_dir))
