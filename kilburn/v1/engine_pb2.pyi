@@ -224,19 +224,23 @@ class GatewayHello(_message.Message):
 
     PROTOCOL_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """PROTOCOL of kilburn/wire: all three processes agree on it"""
     model_fingerprint: _builtins.str
     """of the model folder whose tokenizer the gateway has"""
+    attempt: _builtins.int
+    """how often this incarnation has lost memmgr: equal ones are one hello, repeated"""
     def __init__(
         self,
         *,
         protocol: _builtins.int = ...,
         model_fingerprint: _builtins.str = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_fingerprint", b"model_fingerprint", "protocol", b"protocol"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "model_fingerprint", b"model_fingerprint", "protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -600,11 +604,14 @@ class ExecutorHello(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     MAX_SLOTS_FIELD_NUMBER: _builtins.int
     MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     max_slots: _builtins.int
     """sequences that it can hold open"""
     max_step_tokens: _builtins.int
     """rows in one plan"""
+    attempt: _builtins.int
+    """as in GatewayHello"""
     @_builtins.property
     def model(self) -> Global___ModelInfo: ...
     def __init__(
@@ -614,10 +621,11 @@ class ExecutorHello(_message.Message):
         model: Global___ModelInfo | None = ...,
         max_slots: _builtins.int = ...,
         max_step_tokens: _builtins.int = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_slots", b"max_slots", "max_step_tokens", b"max_step_tokens", "model", b"model", "protocol", b"protocol"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "max_slots", b"max_slots", "max_step_tokens", b"max_step_tokens", "model", b"model", "protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,7 +15,8 @@ from typing import IO, Final
 from kilburn.errors import StartError
 from kilburn.limits import MAX_SOCKET_PATH_BYTES
 
-_LONGEST_NAME: Final = "executor.sock"
+#: supervisord binds `up.sock` under a name that ends in its process id, and renames it.
+_LONGEST_NAME: Final = "up.sock.4194304"
 
 
 def default_runtime_dir() -> Path:
@@ -85,24 +86,62 @@ def check_endpoint(endpoint: str) -> str:
     return endpoint
 
 
-def lock(runtime_dir: Path, role: str) -> IO[str]:
-    """Take the lock of one role of an instance; it is held as long as the returned file is open, and by nobody after a crash.
+def ipc_folder(endpoint: str) -> Path:
+    """Return the folder in which a checked ipc:// endpoint's socket lies."""
+    return Path(endpoint.removeprefix("ipc://")).parent
+
+
+class RoleLock:
+    """Held by the one process that has a role in an instance; nobody holds it after a crash, whatever file is left."""
+
+    def __init__(self, file: IO[str], path: Path) -> None:
+        self._file = file
+        self._path = path
+
+    def release(self) -> None:
+        """Give the role up and remove the file."""
+        self._path.unlink(missing_ok=True)
+        self._file.close()
+
+
+def lock(runtime_dir: Path, role: str) -> RoleLock:
+    """Take the lock of one role of an instance.
 
     Raises:
         StartError: another process has the role.
     """
     path = private_dir(runtime_dir) / f"{role}.lock"
-    file = path.open("a+", encoding="ascii")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.seek(0)
-        holder = file.read(20).strip() or "unknown"
-        file.close()
-        raise StartError(
-            f"a kilburn {role} (process {holder}) already uses {runtime_dir}; stop it, or name another --runtime-dir"
-        ) from error
+    while True:
+        file = path.open("a+", encoding="ascii")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read(20).strip() or "unknown"
+            file.close()
+            raise StartError(
+                f"a kilburn {role} (process {holder}) already uses {runtime_dir}; stop it, or name another --runtime-dir"
+            ) from error
+        if _is_at(path, file):
+            break
+        file.close()  # its last holder removed it between our open and our lock
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
     file.flush()
-    return file
+    return RoleLock(file, path)
+
+
+def _is_at(path: Path, file: IO[str]) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def publish_address(runtime_dir: Path, role: str, address: str) -> Path:
+    """Write the address that a role serves at into its file, so that nobody reads half of it; return the file."""
+    path = runtime_dir / f"{role}.address"
+    temporary = path.with_suffix(".new")
+    temporary.write_text(address + "\n", encoding="ascii")
+    temporary.replace(path)
+    return path

@@ -6,6 +6,7 @@ heartbeats come on a second route of the same incarnation, from which nothing bu
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import zmq
@@ -39,6 +40,7 @@ class Hub:
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, own: int) -> None:
         self.fenced = 0
         self._own = own
+        self._endpoint = endpoint
         self._routes: dict[int, bytes] = {}  # incarnation -> the route of its hello
         self._conversations: dict[bytes, Conversation] = {}
         self.socket = router(context, endpoint)
@@ -63,9 +65,11 @@ class Hub:
         """Make the sender of a hello a peer, and say so to it. False: there are too many, or it is gone again."""
         if incoming.incarnation not in self._routes and len(self._routes) >= _MAX_PEERS:
             return self.refuse(incoming, f"memmgr serves at most {_MAX_PEERS} peers of this kind")
-        conversation = Conversation(self._own, incoming.incarnation)
-        self._routes[incoming.incarnation] = incoming.route
-        self._conversations[incoming.route] = conversation
+        if self._routes.get(incoming.incarnation) != incoming.route:
+            self.drop(incoming.incarnation)
+            self._routes[incoming.incarnation] = incoming.route
+            self._conversations[incoming.route] = Conversation(self._own, incoming.incarnation)
+        # On a route that is known the numbers go on: to the peer, fresh ones would be duplicates.
         return self.send(incoming.incarnation, Welcome())
 
     def refuse(self, incoming: Incoming, reason: str) -> bool:
@@ -88,8 +92,9 @@ class Hub:
             del self._conversations[route]
 
     def close(self) -> None:
-        """Close the socket; a bound ipc path is removed."""
+        """Close the socket and remove its path: ZeroMQ leaves it."""
         self.socket.close()
+        Path(self._endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _read(self, frames: list[bytes]) -> Incoming | None:
         if len(frames) != 2:

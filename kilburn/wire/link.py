@@ -17,16 +17,19 @@ from google.protobuf.message import Message
 
 from kilburn.errors import WireError
 from kilburn.limits import HEARTBEAT_INTERVAL_SECONDS, HELLO_INTERVAL_SECONDS, PEER_TIMEOUT_SECONDS
-from kilburn.v1.engine_pb2 import Fenced, Heartbeat, Welcome
+from kilburn.v1.engine_pb2 import ExecutorHello, Fenced, GatewayHello, Heartbeat, Welcome
 from kilburn.wire.envelope import Conversation, Verdict, body_of, parse
 
 _NEVER = float("-inf")
 
 
 class Link:
-    """See the module. Times are seconds of one monotonic clock."""
+    """See the module. Times are seconds of one monotonic clock.
 
-    def __init__(self, own: int, hello: Message) -> None:
+    In each hello `attempt` is `losses`, so that memmgr tells a hello repeated from a peer that has lost it and begins anew.
+    """
+
+    def __init__(self, own: int, hello: GatewayHello | ExecutorHello) -> None:
         self.refusal = ""
         self.fenced = 0
         self.losses = 0
@@ -62,6 +65,7 @@ class Link:
         if now - self._spoke < HELLO_INTERVAL_SECONDS:
             return None
         self._spoke = now
+        self._hello.attempt = self.losses
         return self._conversation.seal(self._hello)
 
     def read(self, frame: bytes, now: float) -> Message | None:

@@ -15,6 +15,8 @@ copy's source is held until the end of its step, so that no block is source and 
 Knows token ids as array("I") and an opaque key for each sequence; not requests, steps in flight, text or tensors.
 """
 
+from __future__ import annotations
+
 from array import array
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -140,7 +142,7 @@ class Memory:
         """Give a new sequence the content of another: every block is shared, the partly filled last one included."""
         assert key not in self._tables, f"sequence {key} has a table already"
         source = self._tables[parent]
-        lineage = Lineage(source.lineage.root)
+        lineage = Lineage(source.lineage.root, source.lineage.tenant)
         lineage.names.extend(source.lineage.names[: source.planned // self.block_size])
         for block in source.blocks:
             self.pool.share(block)
@@ -184,7 +186,7 @@ class Memory:
         for logical in range(table.committed, full):
             piece = tokens[logical * size : (logical + 1) * size].tobytes()
             name = table.lineage.name(logical, piece)
-            self._index(table.blocks[logical], name, table.lineage.parent(logical), logical, piece)
+            self._index(table.blocks[logical], name, table.lineage, logical, piece)
         table.committed = full
 
     def release(self, key: Hashable, tokens: array[int]) -> None:
@@ -198,8 +200,8 @@ class Memory:
         full, rest = divmod(table.computed, size)
         if self.prefix_cache and rest and full == table.committed and not self._is_shared(table.blocks[full]):
             piece = tokens[full * size : table.computed].tobytes()
-            parent = table.lineage.parent(full)
-            self._index(table.blocks[full], block_hash(parent, piece), parent, full, piece)
+            name = block_hash(table.lineage.parent(full), piece)
+            self._index(table.blocks[full], name, table.lineage, full, piece)
         for block in reversed(table.blocks):
             self._drop(block)
 
@@ -222,9 +224,9 @@ class Memory:
     def _is_shared(self, block: int) -> bool:
         return self.pool.references[block] - self._held.get(block, 0) > 1
 
-    def _index(self, block: int, name: bytes, parent: bytes, depth: int, tokens: bytes) -> None:
+    def _index(self, block: int, name: bytes, lineage: Lineage, logical: int, tokens: bytes) -> None:
         if self.index.hash_of(block) is None:
-            self.index.insert(block, name, parent, depth, tokens)
+            self.index.insert(block, name, lineage.parent(logical), logical, tokens, lineage.tenant)
 
     def _allocate(self) -> int:
         if self.pool.free == 0:

@@ -11,6 +11,8 @@ index: whoever removes a node removes what stands on it.
 Knows tokens and block numbers; not references, tables or the order of eviction.
 """
 
+from __future__ import annotations
+
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,7 +40,7 @@ class Match:
     tail: int = _NONE
     tail_tokens: int = 0
 
-    def without_tail(self) -> "Match":
+    def without_tail(self) -> Match:
         """Return the whole blocks alone."""
         return Match(self.blocks)
 
@@ -62,10 +64,11 @@ def block_hash(parent: bytes, tokens: bytes) -> bytes:
 class Lineage:
     """The names of one growing sequence's whole blocks in one domain, each hashed once and kept across preemptions."""
 
-    __slots__ = ("names", "root")
+    __slots__ = ("names", "root", "tenant")
 
-    def __init__(self, root: bytes) -> None:
+    def __init__(self, root: bytes, tenant: str) -> None:
         self.root: Final = root
+        self.tenant: Final = tenant  # for people who look at a block; the root is what separates
         self.names: Final[list[bytes]] = []
 
     def parent(self, logical: int) -> bytes:
@@ -93,6 +96,7 @@ class PrefixIndex:
         "_roots",
         "_tokens",
         "depths",
+        "tenants",
     )
 
     def __init__(self, total: int, block_size: int) -> None:
@@ -103,6 +107,7 @@ class PrefixIndex:
         self._parents: list[bytes | None] = [None] * total  # a hash: of the parent node or of a root
         self._roots: dict[bytes, int] = {}  # root -> its most recent child
         self.depths: Final = array("I", bytes(4 * total))
+        self.tenants: Final[list[str]] = [""] * total
         # Children hang in a list, the most recent first, threaded through these.
         self._first_child = array("i", [_NONE]) * total
         self._next_sibling = array("i", [_NONE]) * total
@@ -143,7 +148,7 @@ class PrefixIndex:
             tail, tail_tokens = self._best_child(parent, tokens[start : min(limit, start + size)])
         return Match(tuple(blocks), tail, tail_tokens)
 
-    def insert(self, block: int, name: bytes, parent: bytes, depth: int, tokens: bytes) -> bool:
+    def insert(self, block: int, name: bytes, parent: bytes, depth: int, tokens: bytes, tenant: str) -> bool:
         """Let `block` stand for `tokens` after `parent`, `depth` blocks into its prefix (0: `parent` is a root).
 
         The first one wins: a second block with the same content stays out of the index, and so does one whose parent is not in
@@ -157,6 +162,7 @@ class PrefixIndex:
         self._tokens[block] = tokens
         self._parents[block] = parent
         self.depths[block] = depth
+        self.tenants[block] = tenant
         self._hang(block, parent)
         return True
 

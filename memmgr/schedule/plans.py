@@ -3,6 +3,8 @@
 `sampling` and `logprob` are carried through unread: they are the executor's and the client's.
 """
 
+from __future__ import annotations
+
 from array import array
 from dataclasses import dataclass
 from enum import IntEnum

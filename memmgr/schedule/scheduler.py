@@ -119,15 +119,21 @@ class Scheduler:
         """Requests in the queue, by rank."""
         return self._waiting
 
+    @property
+    def closing_slots(self) -> frozenset[int]:
+        """Slots given up since the last plan: the executor does not know of it yet."""
+        return frozenset(self._closed_slots)
+
     def find(self, tenant: str, request_id: str) -> Request | None:
         """Return a live request by the name that its client knows it by."""
         return self._names.get((tenant, request_id))
 
     # ------------------------------------------------------------------------------------------------- requests
 
-    def submit(self, submission: Submission, now: float) -> None:
-        """Take a request into the queue, or refuse it by an event."""
-        assert submission.key not in self._requests, "a gateway used a handle twice"
+    def submit(self, submission: Submission, now: float) -> bool:
+        """Take a request into the queue, or refuse it by an event. False: its key is a live request's, and nothing happened."""
+        if submission.key in self._requests:
+            return False
         name = (submission.tenant, submission.request_id)
         room = self.limits.context_length - len(submission.prompt)
         refusal: tuple[EndCode, str] | None = None
@@ -144,16 +150,17 @@ class Scheduler:
         if refusal is not None:
             self.counters.rejected_requests += 1
             self._events.append(RequestEnd(submission.key, *refusal))
-            return
+            return True
         max_outputs = min(room, submission.max_tokens or room)
         self._arrivals += 1
-        lineage = Lineage(self._root_of(submission.tenant, submission.salt))
+        lineage = Lineage(self._root_of(submission.tenant, submission.salt), submission.tenant)
         request = Request(submission, lineage, max_outputs, self._arrivals, now)
         self._requests[submission.key] = request
         self._names[name] = request
         insort(self._waiting, request, key=_rank)
         if submission.deadline != float("inf"):
             heappush(self._deadlines, (submission.deadline, submission.key))
+        return True
 
     def cancel(self, key: RequestKey, code: EndCode, message: str, now: float) -> bool:
         """End a request whose output is not wanted any more; everything that it holds is free at once. False: it is not live."""

@@ -1,0 +1,241 @@
+"""The admin gRPC: what anyone may know about the blocks, answered between two steps by the engine's thread.
+
+Runs in a thread and an event loop of its own, so that serving, serializing and slow readers cost the steps nothing.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import Any, Final, NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from kilburn.config import Address
+from kilburn.errors import StartError
+from kilburn.limits import MAX_GRPC_MESSAGE_BYTES, MAX_NAME_CHARACTERS
+from kilburn.log import Logger
+from kilburn.v1 import admin_pb2 as admin
+from kilburn.v1 import admin_pb2_grpc
+from memmgr import views
+from memmgr.engine import Engine, EngineBusyError
+from memmgr.schedule.plans import EndCode
+
+AnswerT = TypeVar("AnswerT")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_SERVICE: Final = admin.DESCRIPTOR.services_by_name["Admin"].full_name
+
+#: How long a call waits for the engine. A step takes milliseconds; a frozen engine should show as one.
+_ANSWER_SECONDS: Final = 10.0
+
+#: How long a stop waits for calls to end.
+_GRACE_SECONDS: Final = 1.0
+
+#: How long the server may take to bind.
+_START_SECONDS: Final = 20.0
+
+
+class AdminService(admin_pb2_grpc.AdminServicer):
+    """See the module."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def GetPool(self, request: admin.GetPoolRequest, context: Context) -> admin.Pool:  # noqa: N802
+        """The pool's figures at one instant."""
+        return await self._ask(context, lambda: views.pool(self._engine, time.monotonic()))
+
+    async def ListSequences(  # noqa: N802
+        self, request: admin.ListSequencesRequest, context: Context
+    ) -> AsyncIterator[admin.SequencePage]:
+        """All live sequences, in pages."""
+
+        def snapshot() -> list[tuple[views.SequenceSnapshot, list[int]]]:
+            return [
+                (sequence, views.snapshot_references(self._engine, sequence) if request.with_block_tables else [])
+                for sequence in views.snapshot_sequences(self._engine, time.monotonic())
+                if (not request.state or sequence.message.state == request.state)
+                and (not request.tenant or sequence.message.tenant == request.tenant)
+            ]
+
+        found = await self._ask(context, snapshot)
+        block_size = self._block_size()
+        messages = (
+            views.with_table(sequence, references, block_size) if request.with_block_tables else sequence.message
+            for sequence, references in found
+        )
+        for page in views.sequence_pages(messages):
+            yield page
+
+    async def GetSequence(self, request: admin.GetSequenceRequest, context: Context) -> admin.Sequence:  # noqa: N802
+        """One sequence with its whole block table."""
+        tenant = request.tenant or await _caller(context)
+
+        def snapshot() -> tuple[views.SequenceSnapshot, list[int]] | None:
+            session = self._engine.session
+            found = session.scheduler.find(tenant, request.request_id) if session else None
+            if found is None or request.index != 0:
+                return None
+            sequence = views.snapshot_sequence(found, time.monotonic())
+            return sequence, views.snapshot_references(self._engine, sequence)
+
+        found = await self._ask(context, snapshot)
+        if found is None:
+            await _abort(
+                context,
+                grpc.StatusCode.NOT_FOUND,
+                f"tenant {tenant!r} has no live request {request.request_id!r} with a sequence {request.index}",
+            )
+        return views.with_table(*found, self._block_size())
+
+    async def ListBlocks(  # noqa: N802
+        self, request: admin.ListBlocksRequest, context: Context
+    ) -> AsyncIterator[admin.BlockPage]:
+        """The pool's blocks, in pages, all of one instant."""
+        snapshot = await self._ask(
+            context, lambda: views.snapshot_blocks(self._engine, request.first, request.limit, time.monotonic())
+        )
+        if snapshot is None:
+            yield admin.BlockPage()
+            return
+        for page in views.block_pages(snapshot, request.state, request.min_references):
+            yield page
+
+    async def CancelRequest(  # noqa: N802
+        self, request: admin.CancelRequestRequest, context: Context
+    ) -> admin.CancelRequestResponse:
+        """End a request; its client gets CANCELLED."""
+        tenant = request.tenant or await _caller(context)
+
+        def cancel() -> bool:
+            session = self._engine.session
+            found = session.scheduler.find(tenant, request.request_id) if session else None
+            if session is None or found is None:
+                return False
+            return session.scheduler.cancel(
+                found.submission.key, EndCode.CANCELLED, "cancelled by an administrator", time.monotonic()
+            )
+
+        return admin.CancelRequestResponse(found=await self._ask(context, cancel))
+
+    async def Verify(self, request: admin.VerifyRequest, context: Context) -> admin.VerifyResponse:  # noqa: N802
+        """Check every invariant of the memory, and the executor's view against it."""
+        inspection: Future[tuple[int, list[str]]] = Future()
+
+        def verify() -> tuple[int, list[str]]:
+            session = self._engine.session
+            if request.with_executor:
+                self._engine.inspect(inspection)
+            if session is None:
+                return 0, []
+            try:
+                return session.scheduler.check_invariants(), []
+            except AssertionError as fault:
+                return 1, [str(fault) or "an invariant without a name does not hold"]
+
+        checks, faults = await self._ask(context, verify)
+        if request.with_executor:
+            try:
+                more, seen = await asyncio.wait_for(asyncio.wrap_future(inspection), _ANSWER_SECONDS)
+            except TimeoutError:
+                more, seen = 0, [f"the executor did not say within {_ANSWER_SECONDS} seconds what it holds"]
+            checks, faults = checks + more, faults + seen
+        return admin.VerifyResponse(ok=not faults, checks=checks, faults=faults)
+
+    def _block_size(self) -> int:
+        """Return the block size of the pool that was just asked; it changes with no step."""
+        session = self._engine.session
+        return session.model.block_size if session else 1
+
+    async def _ask(self, context: Context, question: Callable[[], AnswerT]) -> AnswerT:
+        try:
+            answer = self._engine.ask(question)
+        except EngineBusyError:
+            await _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many admin calls wait; try again")
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(answer), _ANSWER_SECONDS)
+        except TimeoutError:
+            await _abort(context, grpc.StatusCode.UNAVAILABLE, "the memory manager does not answer")
+
+
+async def _caller(context: Context) -> str:
+    """Return the tenant that a call is made for."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "kilburn-tenant" and isinstance(value, str) and 0 < len(value) <= MAX_NAME_CHARACTERS:
+            return value
+    return "default"
+
+
+async def _abort(context: Context, code: grpc.StatusCode, message: str) -> NoReturn:
+    await context.abort(code, message)
+    raise AssertionError("abort() raises")
+
+
+class AdminServer:
+    """The server's thread. `start` returns once the port is bound."""
+
+    def __init__(self, engine: Engine, address: Address, log: Logger) -> None:
+        self._engine = engine
+        self._address = address
+        self._log = log
+        self._bound: Future[Address] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._stop: asyncio.Event = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="admin", daemon=True)
+
+    def start(self) -> Address:
+        """Bind and serve; return the address with the port that was taken.
+
+        Raises:
+            StartError: the port can't be had.
+        """
+        self._thread.start()
+        return self._bound.result(_START_SECONDS)
+
+    def stop(self) -> None:
+        """End the calls, close the port, end the thread."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(2 * _GRACE_SECONDS + 1)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", MAX_GRPC_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_GRPC_MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        # What is not built answers UNIMPLEMENTED, by the generated base class.
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(self._engine), server)  # type: ignore[abstract]
+        health = health_aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
+        for name in ("", _SERVICE):
+            await health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        reflection.enable_server_reflection(
+            (_SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME), server
+        )
+        try:
+            port = server.add_insecure_port(str(self._address))
+            await server.start()
+        except RuntimeError:
+            self._bound.set_exception(
+                StartError(f"--admin {self._address}: the address can't be listened on; is its port in use?")
+            )
+            return
+        self._bound.set_result(Address(self._address.host, port))
+        await self._stop.wait()
+        await server.stop(_GRACE_SECONDS)

@@ -1,0 +1,186 @@
+"""All that memmgr keeps for one executor: its pool's memory and scheduler, its plans in flight, and whether it is alive.
+
+A session begins with an executor's hello and ends with its loss; nothing of it is carried over. Time is an argument; it sends
+nothing itself.
+"""
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final
+
+from kilburn.limits import EXECUTOR_STALL_SECONDS, PEER_TIMEOUT_SECONDS
+from kilburn.v1 import engine_pb2 as engine
+from memmgr.core.memory import Memory, MemoryCounters
+from memmgr.core.prefix import root_hash
+from memmgr.messages import MessageError, read_result, step_plan
+from memmgr.schedule.plans import Limits
+from memmgr.schedule.scheduler import ScheduleCounters, Scheduler
+
+#: Plans out at once: the executor has the next one when it ends a step, and a token's fate is known one step later at the most.
+MAX_PLANS_IN_FLIGHT: Final = 2
+
+#: Questions about the executor's view waiting for its answer.
+MAX_INSPECTIONS: Final = 16
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Nanoseconds, as in admin.proto; never fall."""
+
+    planning: int = 0
+    applying: int = 0
+    transport: int = 0
+    prepare: int = 0
+    forward: int = 0
+    sample: int = 0
+    idle: int = 0
+
+
+@dataclass(slots=True)
+class Totals:
+    """What is counted over all sessions of one memmgr."""
+
+    memory: MemoryCounters
+    schedule: ScheduleCounters
+    steps: StepTotals
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """The executor's slots as they must be once it has read an Inspect: slot -> (tokens, table)."""
+
+    slots: dict[int, tuple[int, tuple[int, ...]]]
+    unknown: frozenset[int]
+    answer: "Future[tuple[int, list[str]]]"
+
+
+class Session:
+    """See the module. `limits` are memmgr's own; the executor's are respected."""
+
+    def __init__(
+        self,
+        incarnation: int,
+        hello: engine.ExecutorHello,
+        limits: Limits,
+        totals: Totals,
+        now: float,
+        *,
+        prefix_cache: bool,
+    ) -> None:
+        self.incarnation: Final = incarnation
+        self.attempt: Final = hello.attempt
+        self.model: Final = hello.model
+        self.totals: Final = totals
+        memory = Memory(hello.model.total_blocks, hello.model.block_size, prefix_cache=prefix_cache, counters=totals.memory)
+        fingerprint = hello.model.fingerprint
+        self.scheduler: Final = Scheduler(
+            memory, limits, lambda tenant, salt: root_hash(fingerprint, tenant, salt), totals.schedule
+        )
+        self._samples: dict[int, int] = {}  # step -> samples of its plan
+        self._inspections: dict[int, _Expected] = {}
+        self._inspected = 0
+        self._heard = now
+        self._progress = (0, 0)
+        self._progressed = now
+
+    # --------------------------------------------------------------------------------------------------- liveness
+
+    def hear(self, now: float) -> None:
+        """Something came from the executor."""
+        self._heard = now
+
+    def hear_heartbeat(self, heartbeat: engine.ExecutorHeartbeat, now: float) -> None:
+        """A heartbeat came: it tells whether the step in progress moves."""
+        progress = (heartbeat.step, heartbeat.layer)
+        compiling = heartbeat.phase != engine.ExecutorHeartbeat.PHASE_RUNNING
+        if progress != self._progress or compiling:
+            self._progress, self._progressed = progress, now
+
+    def death(self, now: float) -> str:
+        """Return why the executor counts as dead; empty where it is alive."""
+        if now - self._heard > PEER_TIMEOUT_SECONDS:
+            return f"the executor was silent for {PEER_TIMEOUT_SECONDS} seconds"
+        if self.scheduler.plans_in_flight and now - self._progressed > EXECUTOR_STALL_SECONDS:
+            return f"the executor stood still in step {self._progress[0]} for {EXECUTOR_STALL_SECONDS} seconds"
+        return ""
+
+    # ------------------------------------------------------------------------------------------------------ steps
+
+    def next_plan(self, now: float) -> engine.StepPlan | None:
+        """Return the next plan to send; None where enough are out or there is nothing to do."""
+        if self.scheduler.plans_in_flight >= MAX_PLANS_IN_FLIGHT:
+            return None
+        began = time.perf_counter_ns()
+        plan = self.scheduler.plan(now)
+        if plan is None:
+            return None
+        planned = time.perf_counter_ns()
+        self.totals.steps.planning += planned - began
+        if self.scheduler.plans_in_flight == 1:
+            self._progressed = now  # nothing was out: the executor's standing still was no fault
+        self._samples[plan.step] = len(plan.samples)
+        message = step_plan(plan)
+        self.totals.steps.transport += time.perf_counter_ns() - planned
+        return message
+
+    def take_result(self, result: engine.StepResult, now: float) -> None:
+        """Apply a step's result.
+
+        Raises:
+            MessageError: it is not the one that is due, or says that the step failed: this executor can't go on.
+        """
+        if result.error:
+            raise MessageError(f"the executor could not do step {result.step}: {result.error}")
+        if not self._samples or result.step != next(iter(self._samples)):
+            raise MessageError(f"the result of step {result.step} came out of turn")
+        sampled = read_result(result, self._samples.pop(result.step), self.model.vocab_size)
+        began = time.perf_counter_ns()
+        self.scheduler.complete(result.step, sampled, now)
+        steps, times = self.totals.steps, result.times
+        steps.applying += time.perf_counter_ns() - began
+        steps.transport += times.receive
+        steps.prepare += times.prepare
+        steps.forward += times.forward
+        steps.sample += times.sample
+        steps.idle += times.wait
+
+    # ------------------------------------------------------------------------------------------------ inspections
+
+    def inspect(self, answer: "Future[tuple[int, list[str]]]") -> engine.Inspect | None:
+        """Return the question to send; `answer` gets (checks, faults) once the executor's view has come. None: too many wait."""
+        if len(self._inspections) >= MAX_INSPECTIONS:
+            return None
+        slots = {
+            request.slot: (request.table.planned, tuple(request.told))
+            for request in self.scheduler.running
+            if request.table is not None and request.told
+        }
+        unknown = self.scheduler.closing_slots - slots.keys()
+        self._inspected += 1
+        self._inspections[self._inspected] = _Expected(slots, unknown, answer)
+        return engine.Inspect(id=self._inspected)
+
+    def take_inspection(self, inspection: engine.Inspection) -> None:
+        """Compare the executor's view with what was planned when it was asked."""
+        expected = self._inspections.pop(inspection.id, None)
+        if expected is None:
+            return
+        faults = list(inspection.faults)
+        seen = {slot.slot: (slot.length, tuple(slot.table)) for slot in inspection.slots}
+        for slot, (length, table) in expected.slots.items():
+            if slot not in seen:
+                faults.append(f"slot {slot} is not open in the executor")
+            elif seen[slot] != (length, table):
+                faults.append(f"slot {slot} has {seen[slot]} in the executor and {(length, table)} as planned")
+        faults += [
+            f"slot {slot} is open in the executor and not planned"
+            for slot in seen.keys() - expected.slots.keys() - expected.unknown
+        ]
+        expected.answer.set_result((inspection.checks + len(seen) + len(expected.slots), faults))
+
+    def close(self, reason: str) -> None:
+        """End what waits for this executor's answers."""
+        for expected in self._inspections.values():
+            expected.answer.set_result((0, [reason]))
+        self._inspections.clear()

@@ -1,0 +1,286 @@
+"""From one instant of the engine's state to the messages of admin.proto.
+
+The functions named `snapshot_…` run between two steps and only copy; the ones that build messages run in the admin API's thread,
+so that a long answer does not hold up a step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from kilburn.v1 import admin_pb2 as admin
+from memmgr.core.blocks import BlockState
+from memmgr.engine import Engine
+from memmgr.schedule.requests import Request, State
+
+#: Estimated bytes of one page: with the estimate's error, well under the 1 MiB of the contract.
+_PAGE_BYTES: Final = 256 * 1024
+
+#: Estimated bytes of a block without its holders, of a sequence without its table, and of a table's entry.
+_BLOCK_BYTES: Final = 64
+_SEQUENCE_BYTES: Final = 384
+_ENTRY_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSnapshot:
+    """One sequence, without its table's references."""
+
+    message: admin.Sequence
+    blocks: tuple[int, ...]
+    planned: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksSnapshot:
+    """Flat copies of blocks first .. first + len(references) - 1, and every running sequence's table."""
+
+    first: int
+    references: array[int]
+    cached: frozenset[int]
+    generations: array[int]
+    stamps: array[float]
+    depths: array[int]
+    names: list[bytes | None]
+    filled: dict[int, int]  # of cached blocks
+    tenants: list[str]
+    block_size: int
+    sequences: list[SequenceSnapshot]
+    now: float
+
+
+# ------------------------------------------------------------------------------------------------- between steps
+
+
+def pool(engine: Engine, now: float) -> admin.Pool:
+    """Return the pool's figures; all zero but the counters where no executor is connected."""
+    totals = engine.totals
+    message = admin.Pool(
+        counters=_counters(engine),
+        memmgr_incarnation=f"{engine.incarnation:016x}",
+        gateways_connected=engine.gateways,
+        step=totals.schedule.planned_steps,
+        step_totals=admin.StepTotals(
+            planning_ns=totals.steps.planning,
+            applying_ns=totals.steps.applying,
+            transport_ns=totals.steps.transport,
+            prepare_ns=totals.steps.prepare,
+            forward_ns=totals.steps.forward,
+            sample_ns=totals.steps.sample,
+            idle_ns=totals.steps.idle,
+        ),
+        utilization=1.0,
+        contiguous_utilization=1.0,
+    )
+    session = engine.session
+    if session is None:
+        return message
+    scheduler = session.scheduler
+    memory = scheduler.memory
+    blocks = memory.pool
+    message.executor_connected = True
+    message.executor_incarnation = f"{session.incarnation:016x}"
+    message.block_size = memory.block_size
+    message.bytes_per_block = session.model.bytes_per_block
+    message.total_blocks = blocks.total
+    message.free_blocks = blocks.free
+    message.live_blocks = blocks.live
+    message.cached_blocks = blocks.cached
+    message.shared_blocks = blocks.shared
+    message.running = len(scheduler.running)
+    message.waiting = len(scheduler.waiting)
+    message.logical_tokens, message.live_tokens = _tokens(engine)
+    if blocks.live:
+        message.utilization = message.live_tokens / (blocks.live * memory.block_size)
+    reserved = sum(request.prompt_length + request.max_outputs for request in scheduler.running)
+    if reserved:
+        message.contiguous_utilization = message.logical_tokens / reserved
+    return message
+
+
+def _tokens(engine: Engine) -> tuple[int, int]:
+    """Return the token slots planned or filled: each sequence's own, and shared ones counted once."""
+    assert engine.session is not None
+    memory = engine.session.scheduler.memory
+    logical = sum(table.planned for table in memory.tables.values())
+    if not memory.pool.shared:
+        return logical, logical
+    size, references = memory.block_size, memory.pool.references
+    alone = 0
+    fills: dict[int, int] = {}
+    for table in memory.tables.values():
+        for position, block in enumerate(table.blocks):
+            fill = min(size, table.planned - position * size)
+            if references[block] == 1:
+                alone += fill
+            else:
+                fills[block] = max(fills.get(block, 0), fill)
+    return logical, alone + sum(fills.values())
+
+
+def _counters(engine: Engine) -> admin.Counters:
+    memory, schedule = engine.totals.memory, engine.totals.schedule
+    return admin.Counters(
+        allocated_blocks=memory.allocated_blocks,
+        freed_blocks=memory.freed_blocks,
+        evicted_blocks=memory.evicted_blocks,
+        copied_blocks=memory.copied_blocks,
+        partial_copies=memory.partial_copies,
+        forks=memory.forks,
+        prefix_query_tokens=schedule.prefix_query_tokens,
+        prefix_hit_tokens=schedule.prefix_hit_tokens,
+        preemptions=schedule.preemptions,
+        recomputed_tokens=schedule.recomputed_tokens,
+        finished_requests=schedule.finished_requests,
+        cancelled_requests=schedule.cancelled_requests,
+        rejected_requests=schedule.rejected_requests,
+        prefill_tokens=schedule.prefill_tokens,
+        decode_tokens=schedule.decode_tokens,
+        discarded_tokens=schedule.discarded_tokens,
+        steps=schedule.acknowledged_steps,
+        fenced_messages=engine.fenced,
+    )
+
+
+def snapshot_sequences(engine: Engine, now: float) -> list[SequenceSnapshot]:
+    """Return all live sequences: the running ones, then the waiting ones, each by rank."""
+    if engine.session is None:
+        return []
+    scheduler = engine.session.scheduler
+    return [snapshot_sequence(request, now) for request in (*scheduler.running, *scheduler.waiting)]
+
+
+def snapshot_sequence(request: Request, now: float) -> SequenceSnapshot:
+    """Return one sequence as it is."""
+    submission, table = request.submission, request.table
+    state = admin.SEQUENCE_STATE_WAITING
+    if request.state is State.RUNNING:
+        state = admin.SEQUENCE_STATE_DECODE if request.decoding else admin.SEQUENCE_STATE_PREFILL
+    message = admin.Sequence(
+        request_id=submission.request_id,
+        tenant=submission.tenant,
+        state=state,
+        prompt_tokens=request.prompt_length,
+        output_tokens=request.outputs,
+        computed_tokens=0 if table is None else table.computed,
+        cached_tokens=request.cached_tokens,
+        priority=submission.priority,
+        age_seconds=now - request.arrived_at,
+        block_count=0 if table is None else len(table.blocks),
+    )
+    if table is None:
+        return SequenceSnapshot(message, (), 0)
+    return SequenceSnapshot(message, tuple(table.blocks), table.planned)
+
+
+def snapshot_references(engine: Engine, sequence: SequenceSnapshot) -> list[int]:
+    """Return the references of each block of a sequence's table."""
+    if engine.session is None:
+        return []
+    references = engine.session.scheduler.memory.pool.references
+    return [references[block] for block in sequence.blocks]
+
+
+def snapshot_blocks(engine: Engine, first: int, limit: int, now: float) -> BlocksSnapshot | None:
+    """Return the blocks first .. first + limit - 1 (0: to the end); None where there is no pool."""
+    if engine.session is None:
+        return None
+    memory = engine.session.scheduler.memory
+    blocks, index = memory.pool, memory.index
+    stop = min(blocks.total, first + limit) if limit else blocks.total
+    part = slice(first, stop)
+    cached = frozenset(block for block in blocks.eviction_order() if first <= block < stop)
+    return BlocksSnapshot(
+        first=first,
+        references=blocks.references[part],
+        cached=cached,
+        generations=blocks.generations[part],
+        stamps=blocks.stamps[part],
+        depths=index.depths[part],
+        names=[index.hash_of(block) for block in range(first, stop)],
+        filled={block: index.filled(block) for block in cached},
+        tenants=index.tenants[part],
+        block_size=memory.block_size,
+        sequences=snapshot_sequences(engine, now),
+        now=now,
+    )
+
+
+# --------------------------------------------------------------------------------------------- in the admin's thread
+
+
+def with_table(sequence: SequenceSnapshot, references: list[int], block_size: int) -> admin.Sequence:
+    """Return a sequence's message with its whole block table."""
+    message = admin.Sequence()
+    message.CopyFrom(sequence.message)
+    for logical, (block, counted) in enumerate(zip(sequence.blocks, references, strict=True)):
+        filled = min(block_size, sequence.planned - logical * block_size)
+        message.table.add(logical=logical, block=block, filled=filled, references=counted)
+    return message
+
+
+def sequence_pages(sequences: Iterator[admin.Sequence]) -> Iterator[admin.SequencePage]:
+    """Yield the sequences in pages under 1 MiB; one empty page where there are none."""
+    page, size = admin.SequencePage(), 0
+    for sequence in sequences:
+        cost = _SEQUENCE_BYTES + _ENTRY_BYTES * len(sequence.table)
+        if page.sequences and size + cost > _PAGE_BYTES:
+            yield page
+            page, size = admin.SequencePage(), 0
+        page.sequences.append(sequence)
+        size += cost
+    yield page
+
+
+def block_pages(snapshot: BlocksSnapshot, state: int, min_references: int) -> Iterator[admin.BlockPage]:
+    """Yield the blocks of a snapshot that are asked for, in pages under 1 MiB; one empty page where there are none."""
+    holders, fills = _holders(snapshot)
+    page, size = admin.BlockPage(), 0
+    for offset, references in enumerate(snapshot.references):
+        block = snapshot.first + offset
+        now_in = _state(snapshot, block, references)
+        if (state and now_in != state) or references < min_references:
+            continue
+        held_by = holders.get(block, [])
+        cost = _BLOCK_BYTES + sum(len(holder) + 2 for holder in held_by)
+        if page.blocks and size + cost > _PAGE_BYTES:
+            yield page
+            page, size = admin.BlockPage(), 0
+        name = snapshot.names[offset]
+        page.blocks.add(
+            block=block,
+            state=admin.BlockState.ValueType(now_in),
+            references=references,
+            filled=fills.get(block, snapshot.filled.get(block, 0)),
+            prefix_hash=name or b"",
+            depth=snapshot.depths[offset] if name else 0,
+            tenant=held_by[0].split("/")[0] if held_by else snapshot.tenants[offset] if name else "",
+            idle_seconds=0.0 if references else snapshot.now - snapshot.stamps[offset],
+            holders=held_by,
+            generation=snapshot.generations[offset],
+        )
+        size += cost
+    yield page
+
+
+def _state(snapshot: BlocksSnapshot, block: int, references: int) -> BlockState:
+    if references:
+        return BlockState.LIVE
+    return BlockState.CACHED if block in snapshot.cached else BlockState.FREE
+
+
+def _holders(snapshot: BlocksSnapshot) -> tuple[dict[int, list[str]], dict[int, int]]:
+    """Return who holds each live block (tenant/request/index), and how many of its slots are planned or in use."""
+    holders: dict[int, list[str]] = {}
+    fills: dict[int, int] = {}
+    size = snapshot.block_size
+    for sequence in snapshot.sequences:
+        message = sequence.message
+        name = f"{message.tenant}/{message.request_id}/{message.index}"
+        for logical, block in enumerate(sequence.blocks):
+            holders.setdefault(block, []).append(name)
+            fills[block] = max(fills.get(block, 0), min(size, sequence.planned - logical * size))
+    return holders, fills
