@@ -1,6 +1,9 @@
 """compose.yaml, .env and the Dockerfile as they are written: quick, no engine. The engine's test is test_deploy_engine.py."""
 
+import os
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,19 @@ def _compose() -> dict[str, Any]:
 def _services() -> dict[str, Service]:
     services: dict[str, Service] = _compose()["services"]
     return services
+
+
+def _tool() -> list[str] | None:
+    """Return compose's command, if this machine has one; it reads files without an engine."""
+    if shutil.which("docker-compose"):
+        return ["docker-compose"]
+    plugin = ["docker", "compose"]
+    if (
+        shutil.which("docker")
+        and subprocess.run([*plugin, "version"], capture_output=True, timeout=30, check=False).returncode == 0
+    ):
+        return plugin
+    return None
 
 
 def _profiles_of(service: Service) -> set[str]:
@@ -155,3 +171,19 @@ def test_the_images_get_every_package_of_the_wheel() -> None:
     for package in packages:
         assert f"COPY {package} /src/{package}" in _dockerfile()
         assert f"!{package}" in ignored
+
+
+@pytest.mark.parametrize("profile", sorted(_PROFILES))
+def test_compose_itself_accepts_the_file(profile: str) -> None:
+    tool = _tool()
+    if tool is None:
+        pytest.skip("needs docker-compose or docker compose")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("KILBURN_")}
+    environment["COMPOSE_PROFILES"] = profile
+    done = subprocess.run([*tool, "config"], cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    services = yaml.safe_load(done.stdout)["services"]
+    assert services.keys() >= _PROFILES[profile]
+    if profile == "gpu":
+        (device,) = services["executor"]["deploy"]["resources"]["reservations"]["devices"]
+        assert device == {"driver": "nvidia", "device_ids": ["0"], "capabilities": ["gpu"]}
