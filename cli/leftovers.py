@@ -3,6 +3,7 @@
 Knows the files' names; the services make them.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -27,24 +28,25 @@ def remove(runtime_dir: Path, pool_dir: Path | None) -> None:
     Raises:
         StartError: the runtime folder is not ours.
     """
-    sockets = endpoints.socket_dir(runtime_dir)
     for role in ROLES:
-        try:
-            lock = endpoints.lock(runtime_dir, role)
-        except StartError:
-            continue  # a process of that role was started by hand in this folder: its files are its own
-        for name in _FILES[role]:
-            (runtime_dir / name).unlink(missing_ok=True)
-        if role == "memmgr":
-            (sockets / "gateway.sock").unlink(missing_ok=True)
-            (sockets / "executor.sock").unlink(missing_ok=True)
-        if role == "executor":
-            for pool in (pool_dir or _DEFAULT_POOL_DIR).glob(f"kilburn-{endpoints.instance_id(runtime_dir)}*"):
-                pool.unlink(missing_ok=True)
-        lock.release()
+        # Where a process of that role was started by hand in this folder, its files are its own.
+        with suppress(StartError), endpoints.lock(runtime_dir, role):
+            _remove_files(role, runtime_dir, pool_dir)
     control = control_socket(runtime_dir)
     for path in (control, *control.parent.glob(f"{control.name}.*"), runtime_dir / "supervisord.pid"):
         path.unlink(missing_ok=True)
+
+
+def _remove_files(role: str, runtime_dir: Path, pool_dir: Path | None) -> None:
+    for name in _FILES[role]:
+        (runtime_dir / name).unlink(missing_ok=True)
+    if role == "memmgr":
+        sockets = endpoints.socket_dir(runtime_dir)
+        (sockets / "gateway.sock").unlink(missing_ok=True)
+        (sockets / "executor.sock").unlink(missing_ok=True)
+    if role == "executor":
+        for pool in (pool_dir or _DEFAULT_POOL_DIR).glob(f"kilburn-{endpoints.instance_id(runtime_dir)}*"):
+            pool.unlink(missing_ok=True)
 
 
 def remove_folders(runtime_dir: Path) -> None:

@@ -33,9 +33,8 @@ def executor(options: ServerOptions) -> None:
     """Run the executor alone."""
 
     def run() -> None:
-        from executor.service import run as serve
-
         from executor.fetch import ensure_model
+        from executor.service import run as serve
 
         ensure_model(options.model)
         serve(options.executor())

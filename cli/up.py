@@ -43,7 +43,7 @@ def up(context: click.Context, options: ServerOptions) -> None:
         runtime_dir = endpoints.private_dir(options.runtime_dir)
         endpoints.private_dir(endpoints.socket_dir(runtime_dir))
         stack.callback(leftovers.remove_folders, runtime_dir)
-        stack.callback(endpoints.lock(runtime_dir, "up").release)
+        stack.enter_context(endpoints.lock(runtime_dir, "up"))
         ports = stack.enter_context(KeptPorts())
         options = replace(options, listen=ports.keep(options.listen, "--listen"), admin=ports.keep(options.admin, "--admin"))
         leftovers.remove(runtime_dir, options.pool_dir)
