@@ -12,6 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, get_args
 
@@ -28,10 +29,13 @@ ROOT: Final = Path(__file__).parents[2]
 _MARK: Final = "E2E_MARK"
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _POLL_SECONDS: Final = 0.05
+_KILL_SECONDS: Final = 10.0
 
 
-def wait_until(condition: Callable[[], bool], timeout_seconds: float, what: str) -> float:
-    """Wait for a condition; return how long it took.
+def wait_until(
+    condition: Callable[[], bool], timeout_seconds: float, what: str, log: Callable[[], str] | None = None
+) -> float:
+    """Wait for a condition; return how long it took. `log` is called for more to say where it does not come.
 
     Raises:
         AssertionError: it took longer.
@@ -39,7 +43,7 @@ def wait_until(condition: Callable[[], bool], timeout_seconds: float, what: str)
     begun = time.monotonic()
     while not condition():
         if time.monotonic() - begun > timeout_seconds:
-            raise AssertionError(f"not within {timeout_seconds} s: {what}")
+            raise AssertionError(f"not within {timeout_seconds} s: {what}{log() if log else ''}")
         time.sleep(_POLL_SECONDS)
     return time.monotonic() - begun
 
@@ -83,19 +87,22 @@ class Place:
         return list(self._leftovers(addresses))
 
     def kill(self) -> None:
-        """End at once what runs here."""
-        for process in self.processes():
-            try:
-                process.send_signal(signal.SIGKILL)
-            except psutil.NoSuchProcess:
-                continue
-        wait_until(lambda: not self.processes(), 10, "the end of killed processes")
+        """End at once what runs here, and what a supervisor starts meanwhile."""
+        wait_until(self._kill_all, _KILL_SECONDS, "the end of killed processes")
 
     def remove(self) -> None:
         """Remove the folder, and the pool files if there are any."""
         for file in self.pool_files():
             file.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _kill_all(self) -> bool:
+        """Return whether nothing was left to kill."""
+        processes = self.processes()
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        return not processes
 
     def _leftovers(self, addresses: Iterable[Address]) -> Iterator[str]:
         for process in self.processes():

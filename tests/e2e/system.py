@@ -74,8 +74,9 @@ class Instance:
         return self._address["gateway"]
 
     def log(self) -> str:
-        """Return the end of what the processes have logged."""
-        return self._log.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL_CHARACTERS:] if self._log.exists() else ""
+        """Return the end of what the processes have logged, as the end of a failure's text."""
+        text = self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
+        return f"; the log ends:\n{text[-_LOG_TAIL_CHARACTERS:]}"
 
     # ------------------------------------------------------------------------------------------------- processes
 
@@ -107,7 +108,7 @@ class Instance:
 
     def wait_serving(self, timeout_seconds: float = START_SECONDS) -> float:
         """Wait until requests succeed; return how long it took."""
-        return wait_until(self.serving, timeout_seconds, f"a gateway that serves; the log ends:\n{self.log()}")
+        return wait_until(self.serving, timeout_seconds, "a gateway that serves", self.log)
 
     # ------------------------------------------------------------------------------------------------- the blocks
 
@@ -180,7 +181,7 @@ class Instance:
             if kind is None:
                 self.stop()
             elif error is not None:
-                error.add_note(f"the log of the system ends:\n{self.log()}")
+                error.add_note(f"the log of the system ends{self.log()}")
         finally:
             self._end()
             self.place.kill()
@@ -215,8 +216,8 @@ class System(Instance):
         Raises:
             AssertionError: it does not come.
         """
-        wait_until(lambda: self._ready_line() or self._process.poll() is not None, START_SECONDS, f"ready:\n{self.log()}")
-        assert self._ready_line(), f"up ended with {self._process.returncode}:\n{self.log()}"
+        wait_until(lambda: self._ready_line() or self._process.poll() is not None, START_SECONDS, "ready", self.log)
+        assert self._ready_line(), f"up ended with {self._process.returncode}{self.log()}"
         line = self._output.read_text(encoding="utf-8").splitlines()[0]
         words = [part.split(" ", 1) for part in line.removeprefix("ready: ").split(", ")]
         assert [word for word, _ in words] == ["gateway", "admin", "model"], line
@@ -233,9 +234,9 @@ class System(Instance):
         pool_files = self.place.pool_files()
         self._process.terminate()
         status = self._process.wait(STOP_SECONDS)
-        assert status == 0, f"up ended with {status}:\n{self.log()}"
+        assert status == 0, f"up ended with {status}{self.log()}"
         left = self.place.leftovers(self._address.values())
-        assert not left, f"{left}\n{self.log()}"
+        assert not left, f"{left}{self.log()}"
         assert pool_files, "there was no pool file, so its absence proves nothing"
         assert self._output.read_text(encoding="utf-8").count("\n") == 1, "more than the ready line on standard output"
 
@@ -263,7 +264,7 @@ class Processes(Instance):
         """
         for name in ("gateway", "admin"):
             file = self.place.runtime_dir / f"{name}.address"
-            wait_until(file.is_file, START_SECONDS, f"{file.name}:\n{self.log()}")
+            wait_until(file.is_file, START_SECONDS, file.name, self.log)
             self._address[name] = parse_address(file.read_text(encoding="ascii").strip())
         self._connect()
 
@@ -275,7 +276,7 @@ class Processes(Instance):
                 continue
             process.terminate()
             status = process.wait(STOP_SECONDS)
-            assert status == 0, f"{role} ended with {status}:\n{self.log()}"
+            assert status == 0, f"{role} ended with {status}{self.log()}"
         time.sleep(0)
         left = [what for what in self.place.leftovers(self._address.values()) if not what.startswith(str(self.place.runtime_dir))]
-        assert not left, f"{left}\n{self.log()}"
+        assert not left, f"{left}{self.log()}"
