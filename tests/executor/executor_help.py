@@ -51,9 +51,7 @@ def greedy(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
     return found
 
 
-def sampling(
-    *, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0
-) -> SamplingParams:
+def sampling(*, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0) -> SamplingParams:
     """Return parameters; greedy by default."""
     return SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
 
