@@ -35,9 +35,9 @@ def remove(options: ServerOptions) -> None:
             lock = endpoints.lock(runtime_dir, role)
         except StartError:
             continue  # a process of that role was started by hand in this folder: its files are its own
-        for path in (*(runtime_dir / name for name in _FILES[role]), *_elsewhere(role, options)):
-            path.unlink(missing_ok=True)
-        lock.release()
+        with lock:
+            for path in (*(runtime_dir / name for name in _FILES[role]), *_elsewhere(role, options)):
+                path.unlink(missing_ok=True)
     control = control_socket(runtime_dir)
     for path in (control, *control.parent.glob(f"{control.name}.*"), runtime_dir / "supervisord.pid"):
         path.unlink(missing_ok=True)
