@@ -9,6 +9,7 @@ import pytest
 from tests.e2e import rounds
 from tests.e2e.corpus import Expected, read_expected
 from tests.e2e.system import Instance, System
+from tests.e2e.tapped import Tapped, tapped_system
 
 AnyInstance = TypeVar("AnyInstance", bound=Instance)
 
@@ -43,7 +44,7 @@ def default_model() -> None:
 
 @pytest.fixture(scope="session")
 def _tiny_system(tiny: Path) -> Iterator[System]:
-    with System(model=tiny, device="cpu", num_blocks=1024) as system:
+    with System({"model": tiny, "device": "cpu", "num_blocks": 1024}, threads=1) as system:
         yield system
 
 
@@ -55,7 +56,7 @@ def tiny_system(_tiny_system: System) -> Iterator[System]:
 
 @pytest.fixture(scope="session")
 def _ample(default_model: None, chosen: list[Expected]) -> Iterator[System]:
-    with System(**rounds.flags(16, max(1024, rounds.ample_pool(chosen, 16)))) as system:
+    with System(rounds.flags(16, max(1024, rounds.ample_pool(chosen, 16)))) as system:
         yield system
 
 
@@ -67,16 +68,29 @@ def ample(_ample: System) -> Iterator[System]:
 
 @pytest.fixture(scope="session")
 def _small(default_model: None, chosen: list[Expected]) -> Iterator[System]:
-    with System(**rounds.flags(7, rounds.smallest_pool(chosen, 7), poison=True)) as system:
+    with System(rounds.flags(7, rounds.smallest_pool(chosen, 7), poison=True)) as system:
         yield system
 
 
 @pytest.fixture
 def small(_small: System) -> Iterator[System]:
-    """Return a system in float32 with blocks of 7, the smallest pool that holds the longest prompt, and NaN in what is unwritten."""
+    """Return a system in float32 with blocks of 7, in the smallest pool for the longest prompt, NaN in all that is unwritten."""
     yield from _left_settled(_small)
 
 
 def _left_settled(system: AnyInstance) -> Iterator[AnyInstance]:
     yield system
     system.settled()
+
+
+@pytest.fixture(scope="session")
+def _tapped(default_model: None) -> Iterator[Tapped]:
+    with tapped_system({"device": "cpu", "num_blocks": 1024}) as tapped:
+        yield tapped
+
+
+@pytest.fixture
+def tapped(_tapped: Tapped) -> Iterator[Tapped]:
+    """Return a system with the default model whose plans can be read."""
+    yield _tapped
+    _tapped.system.settled()

@@ -28,13 +28,15 @@ ROOT: Final = Path(__file__).parents[2]
 
 _MARK: Final = "E2E_MARK"
 _SHARED_MEMORY: Final = Path("/dev/shm")
+
+#: A folder that torch makes for itself at its import, and keeps from one process to the next.
+_TORCH_CACHE: Final = "torchinductor_"
+
 _POLL_SECONDS: Final = 0.05
 _KILL_SECONDS: Final = 10.0
 
 
-def wait_until(
-    condition: Callable[[], bool], timeout_seconds: float, what: str, log: Callable[[], str] | None = None
-) -> float:
+def wait_until(condition: Callable[[], bool], timeout_seconds: float, what: str, log: Callable[[], str] | None = None) -> float:
     """Wait for a condition; return how long it took. `log` is called for more to say where it does not come.
 
     Raises:
@@ -58,10 +60,14 @@ class Place:
         self._temporary.mkdir()
         self._mark = secrets.token_hex(8)
 
-    def environment(self) -> dict[str, str]:
-        """Return the environment of a process of this place: no setting of the caller's but where models are kept."""
+    def environment(self, threads: int | None) -> dict[str, str]:
+        """Return the environment of a process of this place: no setting of the caller's but where models are kept.
+
+        `threads` is how many torch computes with; None leaves it to torch.
+        """
         kept = {name: value for name, value in os.environ.items() if not name.startswith("KILBURN_") or name == "KILBURN_CACHE"}
-        return kept | {"TMPDIR": str(self._temporary), _MARK: self._mark}
+        chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+        return kept | chosen | {"TMPDIR": str(self._temporary), _MARK: self._mark}
 
     def processes(self) -> list[psutil.Process]:
         """Return what runs here."""
@@ -110,7 +116,7 @@ class Place:
         for folder in (self.runtime_dir, endpoints.socket_dir(self.runtime_dir)):
             if folder.exists():
                 yield f"{folder}: {sorted(path.name for path in folder.rglob('*'))}"
-        yield from (f"temporary file {path}" for path in self._temporary.rglob("*"))
+        yield from (f"temporary file {path}" for path in self._temporary.rglob("*") if not path.name.startswith(_TORCH_CACHE))
         yield from (f"pool file {path}" for path in self.pool_files())
         for address in addresses:
             with socket.socket() as probe:

@@ -6,8 +6,7 @@ processes killed, so that the first failure is the one that is reported.
 
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -34,7 +33,7 @@ SETTLE_SECONDS: Final = 5.0
 _LOG_TAIL_CHARACTERS: Final = 4000
 
 
-def arguments(flags: dict[str, Flag]) -> list[str]:
+def arguments(flags: Mapping[str, Flag]) -> list[str]:
     """Return flags as words of a command line: block_size=7 is --block-size 7, poison=True --poison, x=False --no-x."""
     words: list[str] = []
     for name, value in flags.items():
@@ -49,11 +48,15 @@ def arguments(flags: dict[str, Flag]) -> list[str]:
 
 
 class Instance:
-    """What both kinds have in common: one place, one gateway, one memory manager."""
+    """What both kinds have in common: one place, one gateway, one memory manager.
 
-    def __init__(self, flags: dict[str, Flag]) -> None:
+    `threads` is how many torch computes with. One is best for a tiny model, whose threads would only wait for one another.
+    """
+
+    def __init__(self, flags: Mapping[str, Flag], threads: int | None) -> None:
         self.place = Place()
         self.flags = flags
+        self._threads = threads
         self._log = self.place.folder / "log"
         self._address: dict[str, Address] = {}
         self._open: list[Client | AdminClient | grpc.Channel] = []
@@ -143,6 +146,11 @@ class Instance:
         self._health: Any = health_pb2_grpc.HealthStub(channel)  # its type stubs lack the calls
         self._open = [self._client, self._admin, channel]
 
+    def _arguments(self, **more: Flag) -> list[str]:
+        """Return the words of a server command in this place: free ports, our flags, and more."""
+        here: dict[str, Flag] = {"runtime_dir": self.place.runtime_dir, "listen": "127.0.0.1:0", "admin": "127.0.0.1:0"}
+        return arguments({**here, **self.flags, **more})
+
     def _spawn(self, words: Sequence[str], output: Path | None = None) -> "subprocess.Popen[bytes]":
         log = self._log.open("ab")
         stdout = output.open("wb") if output else log
@@ -150,7 +158,7 @@ class Instance:
             return subprocess.Popen(
                 [sys.executable, "-m", "cli", *words],
                 cwd=ROOT,
-                env=self.place.environment(),
+                env=self.place.environment(self._threads),
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=log,
@@ -191,8 +199,8 @@ class Instance:
 class System(Instance):
     """`kilburn up`, ready for requests once it is entered."""
 
-    def __init__(self, **flags: Flag) -> None:
-        super().__init__(flags)
+    def __init__(self, flags: Mapping[str, Flag], threads: int | None = None) -> None:
+        super().__init__(flags, threads)
         self._output = self.place.folder / "output"
 
     def __enter__(self) -> Self:
@@ -207,8 +215,7 @@ class System(Instance):
 
     def begin(self) -> None:
         """Start it; `wait_ready` comes next."""
-        place = {"runtime_dir": self.place.runtime_dir, "listen": "127.0.0.1:0", "admin": "127.0.0.1:0"}
-        self._process = self._spawn(["up", *arguments({**place, **self.flags})], self._output)
+        self._process = self._spawn(["up", *self._arguments()], self._output)
 
     def wait_ready(self) -> None:
         """Wait for the line that says so.
@@ -247,14 +254,13 @@ class System(Instance):
 class Processes(Instance):
     """The three services without a supervisor, each started by `start`; `connect` once the gateway and memmgr run."""
 
-    def __init__(self, **flags: Flag) -> None:
-        super().__init__(flags)
+    def __init__(self, flags: Mapping[str, Flag], threads: int | None = None) -> None:
+        super().__init__(flags, threads)
         self._running: dict[Role, subprocess.Popen[bytes]] = {}
 
     def start(self, role: Role, **more: Flag) -> None:
         """Start one service and return at once; `more` are flags for it alone."""
-        place = {"runtime_dir": self.place.runtime_dir, "listen": "127.0.0.1:0", "admin": "127.0.0.1:0"}
-        self._running[role] = self._spawn([role, *arguments({**place, **self.flags, **more})])
+        self._running[role] = self._spawn([role, *self._arguments(**more)])
 
     def connect(self) -> None:
         """Find the addresses that gateway and memmgr took, and connect to them.
@@ -277,6 +283,5 @@ class Processes(Instance):
             process.terminate()
             status = process.wait(STOP_SECONDS)
             assert status == 0, f"{role} ended with {status}{self.log()}"
-        time.sleep(0)
-        left = [what for what in self.place.leftovers(self._address.values()) if not what.startswith(str(self.place.runtime_dir))]
+        left = self.place.leftovers(self._address.values())
         assert not left, f"{left}{self.log()}"
