@@ -196,12 +196,13 @@ class Memory:
         """Take a sequence's references away. `tokens` are those that it was made of.
 
         Its blocks go the last first, so that the tail of a chain is evicted before its head. A last block that is partly filled
-        stays known as a tail, to be cloned by who comes back with more.
+        stays known as a tail, to be cloned by who comes back with more; not one that this step's copies fill, or it could become
+        source and destination in one step.
         """
         table = self._tables.pop(key)
         size = self.block_size
         full, rest = divmod(table.computed, size)
-        if self.prefix_cache and rest and full == table.committed and not self._is_shared(table.blocks[full]):
+        if self.prefix_cache and rest and full == table.committed and self._is_settled(table.blocks[full]):
             piece = tokens[full * size : table.computed].tobytes()
             self._index(table, full, block_hash(table.lineage.parent(full), piece), piece)
         for block in reversed(table.blocks):
@@ -229,6 +230,10 @@ class Memory:
 
     def _is_shared(self, block: int) -> bool:
         return self.pool.references[block] - self._held.get(block, 0) > 1
+
+    def _is_settled(self, block: int) -> bool:
+        """Whether one sequence alone holds a block, and its content is there already."""
+        return not self._is_shared(block) and block not in self._copies
 
     def _index(self, table: Table, logical: int, name: bytes, tokens: bytes) -> Node | None:
         """Offer a table's block to the index; return the node that stands for its content there."""
