@@ -36,7 +36,7 @@ test: $(STAMP)
 
 exact: $(STAMP)
 	$(BIN)/python -m cli fetch
-	$(BIN)/python -m pytest -m exact
+	$(BIN)/python -m tests.e2e.exact
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
+import grpc
 from rich.console import Console
 
 from cli import lifeline
@@ -63,6 +64,10 @@ def main() -> int:
                 raise DemoError(f"something was left in it: {', '.join(path.name for path in runtime_dir.iterdir())}")
     except DemoError as error:
         print(f"demo: {error}", file=sys.stderr)
+        return 1
+    except grpc.RpcError as error:
+        call = cast(grpc.Call, error)  # grpc raises one object that is both
+        print(f"\ndemo: {call.code().name}: {call.details()}", file=sys.stderr)
         return 1
     console.print("\nall processes have ended, nothing is left behind")
     return 0

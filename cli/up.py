@@ -46,8 +46,8 @@ def up(context: click.Context, options: ServerOptions) -> None:
         stack.enter_context(endpoints.lock(runtime_dir, "up"))
         ports = stack.enter_context(KeptPorts())
         options = replace(options, listen=ports.keep(options.listen, "--listen"), admin=ports.keep(options.admin, "--admin"))
-        leftovers.remove(runtime_dir, options.pool_dir)
-        stack.callback(leftovers.remove, runtime_dir, options.pool_dir)
+        leftovers.remove(options)
+        stack.callback(leftovers.remove, options)
         signals = stack.enter_context(Signals(STOPS | {SIGCHLD}))
         if find_model(options.model) is None and not _fetch(options.model, signals):
             context.exit(2)
