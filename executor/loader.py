@@ -119,6 +119,7 @@ def _model(
             attn_implementation=attention.PAGED,
             local_files_only=True,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are listed then, and refused by name below
             output_loading_info=True,
         )
     except Exception as error:

@@ -21,19 +21,17 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     """Return four words for each counter, each uniform in 0 .. 2**32 - 1.
 
-    All are int64 tensors of values in 0 .. 2**32 - 1, of one shape or broadcastable to it.
+    All are int64 tensors of values in 0 .. 2**32 - 1, of shapes that broadcast. Where they differ, nothing is expanded before it
+    has to be: with counters of [1, n] and keys of [m, 1] the first round costs next to nothing.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for round_number in range(_ROUNDS):
-        if round_number:
-            k0 = (k0 + _WEYL_0) & _MASK
-            k1 = (k1 + _WEYL_1) & _MASK
+    for number in range(_ROUNDS):
         product_0 = c0 * _MULTIPLIER_0
         product_1 = c2 * _MULTIPLIER_1
-        # The shift is arithmetic: the mask takes off the copies of the sign.
-        c0 = ((product_1 >> 32) & _MASK) ^ c1 ^ k0
-        c2 = ((product_0 >> 32) & _MASK) ^ c3 ^ k1
-        c1 = product_1 & _MASK
-        c3 = product_0 & _MASK
-    return c0, c1, c2, c3
+        # Only what is multiplied next has to be clean above its 32 bits; all else (the sign that the shift draws in, the
+        # products' high halves, the carries of the key) is masked with it.
+        c0 = ((product_1 >> 32) ^ c1 ^ (k0 + number * _WEYL_0)).bitwise_and_(_MASK)
+        c2 = ((product_0 >> 32) ^ c3 ^ (k1 + number * _WEYL_1)).bitwise_and_(_MASK)
+        c1, c3 = product_1, product_0
+    return c0, c1 & _MASK, c2, c3 & _MASK

@@ -16,6 +16,7 @@ from typing import Final
 
 import psutil
 import torch
+from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from kilburn.errors import StartError
@@ -178,7 +179,7 @@ def read_header(data: mmap.mmap | bytes) -> PoolHeader:
         raise ValueError("no pool of Kilburn's")
     try:
         header = PoolHeader.FromString(data[_LENGTH.size : _LENGTH.size + length])
-    except Exception as error:
+    except DecodeError as error:
         raise ValueError("a damaged header") from error
     if header.version != HEADER_VERSION:
         raise ValueError(f"a header of version {header.version}, not {HEADER_VERSION}")

@@ -15,9 +15,10 @@ from executor.attention import PagedStep, attention_calls
 from executor.batch import MAX_INSPECTED_ENTRIES, Batch, Slots
 from executor.errors import PlanError
 from executor.loader import LoadedModel
+from executor.logprobs import LogProb
 from executor.pool import Pool
 from executor.progress import Progress
-from executor.sampler import LogProb, Samples, sample
+from executor.sampler import Samples, sample
 from kernels.interface import AttentionBackend, KvCache, StepRows
 from kilburn.v1.engine_pb2 import Inspection, SampleLogprob, StepPlan, StepResult, StepTimes
 from kilburn.v1.inference_pb2 import Alternative, TokenLogprob

@@ -54,7 +54,7 @@ def run(config: ExecutorConfig) -> None:
     progress = Progress()
     with ExitStack() as stack:
         stop = stack.enter_context(_Stop())
-        stack.enter_context(lock(config.runtime_dir, "executor"))
+        stack.callback(lock(config.runtime_dir, "executor").release)
         context = stack.enter_context(_zmq_context())
         beats = stack.enter_context(
             Beats(
@@ -195,8 +195,8 @@ class _Stop:
         return self._reader.fileno()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        if not self._at_leisure:
+        first, self.asked = not self.asked, True
+        if first and not self._at_leisure:
             raise SystemExit(0)
 
 

@@ -16,6 +16,7 @@ import transformers
 
 from executor import sizing
 from executor.batch import Limits, Slots
+from executor.fetch import ensure_model
 from executor.loader import LoadedModel, load
 from executor.pool import HEADER_VERSION, Pool, PoolSpec, check_pool_dir, device_pool, free_bytes, pool_path, shared_pool
 from executor.progress import Progress
@@ -26,7 +27,7 @@ from kilburn.config import ExecutorConfig
 from kilburn.errors import StartError
 from kilburn.limits import MIB
 from kilburn.log import Logger
-from kilburn.models import find_model, fingerprint
+from kilburn.models import fingerprint
 from kilburn.v1.engine_pb2 import ModelInfo, PoolHeader
 
 #: --max-step-tokens where it is auto: what a step can take before running streams feel it.
@@ -62,9 +63,7 @@ def ready(config: ExecutorConfig, incarnation: int, progress: Progress, log: Log
         raise StartError(str(error)) from error
     if device.type == "cpu" and config.pool_dir is not None:
         check_pool_dir(config.pool_dir)
-    folder = find_model(config.model)
-    if folder is None:
-        raise StartError(f"--model {config.model} is not on this machine yet")
+    folder = ensure_model(config.model)
     began = time.monotonic()
     model = load(
         folder,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import grpc
 
@@ -24,6 +24,7 @@ class Answer:
 
     code: grpc.StatusCode = grpc.StatusCode.OK
     details: str = ""
+    reason: str = ""  # the stable name of the error
     ids: list[int] = field(default_factory=list)
     text: str = ""
     arrivals: list[float] = field(default_factory=list)  # one a token, of time.monotonic()
@@ -71,8 +72,9 @@ def read(stream: Iterable[api.GenerateResponse], answer: Answer | None = None) -
         for response in stream:
             _take(answer, response)
     except grpc.RpcError as error:
-        assert isinstance(error, grpc.Call)
-        answer.code, answer.details = error.code(), error.details() or ""
+        call = cast(grpc.Call, error)  # grpc raises one object that is both
+        answer.code, answer.details = call.code(), call.details() or ""
+        answer.reason = str(dict(call.trailing_metadata() or ()).get("kilburn-error", ""))
     answer.ended = time.monotonic()
     if answer.code is grpc.StatusCode.OK:
         assert answer.finish != api.FINISH_REASON_UNSPECIFIED, "a stream ended well without a finish"

@@ -2,9 +2,9 @@
 
     python -m tests.e2e.exact [--block-size N ...]
 
-Each system is started anew. In an ample pool the prompts go one at a time, all at once with an empty cache, and all at once again;
-in the smallest pool that holds the longest of them, all at once twice, which can't go without preemptions. Both again with
---poison, where a number that nobody wrote is NaN. After every round nothing may be held. Ends at the first difference.
+Each system is started anew, with an ample pool and with the smallest one that holds the longest prompt, which can't go without
+preemptions. The prompts go one at a time, all at once with an empty cache, and all at once again; then all at once with --poison,
+where a number that nobody wrote is NaN. After every round nothing may be held. Ends at the first difference.
 """
 
 import time
@@ -74,7 +74,7 @@ def main(block_sizes: tuple[int, ...]) -> None:
 def _run(case: Case, prompts: Sequence[Expected]) -> Iterator[tuple[Round, float]]:
     """Yield each round of a case with its seconds."""
     preemptions = 0
-    with System(**rounds.flags(case.block_size, case.num_blocks, case.poison)) as system:
+    with System(rounds.flags(case.block_size, case.num_blocks, case.poison)) as system:
         for way in case.ways:
             begun = time.monotonic()
             # One domain of the cache for the round alone, one for the two together: the first of them finds nothing.

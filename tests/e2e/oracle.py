@@ -85,7 +85,9 @@ def _steps(logits: torch.Tensor, output: list[int]) -> Iterator[Step]:
 
 
 @click.command(help=__doc__)
-@click.option("--model", "folder", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Default: the default model.")
+@click.option(
+    "--model", "folder", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Default: the default model."
+)
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), default=EXPECTED, show_default=True)
 def main(folder: Path | None, output: Path) -> None:
     """Answer candidates until enough are kept, then write the file."""

@@ -12,6 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, get_args
 
@@ -27,11 +28,16 @@ ROOT: Final = Path(__file__).parents[2]
 
 _MARK: Final = "E2E_MARK"
 _SHARED_MEMORY: Final = Path("/dev/shm")
+
+#: A folder that torch makes for itself at its import, and keeps from one process to the next.
+_TORCH_CACHE: Final = "torchinductor_"
+
 _POLL_SECONDS: Final = 0.05
+_KILL_SECONDS: Final = 10.0
 
 
-def wait_until(condition: Callable[[], bool], timeout_seconds: float, what: str) -> float:
-    """Wait for a condition; return how long it took.
+def wait_until(condition: Callable[[], bool], timeout_seconds: float, what: str, log: Callable[[], str] | None = None) -> float:
+    """Wait for a condition; return how long it took. `log` is called for more to say where it does not come.
 
     Raises:
         AssertionError: it took longer.
@@ -39,7 +45,7 @@ def wait_until(condition: Callable[[], bool], timeout_seconds: float, what: str)
     begun = time.monotonic()
     while not condition():
         if time.monotonic() - begun > timeout_seconds:
-            raise AssertionError(f"not within {timeout_seconds} s: {what}")
+            raise AssertionError(f"not within {timeout_seconds} s: {what}{log() if log else ''}")
         time.sleep(_POLL_SECONDS)
     return time.monotonic() - begun
 
@@ -54,10 +60,14 @@ class Place:
         self._temporary.mkdir()
         self._mark = secrets.token_hex(8)
 
-    def environment(self) -> dict[str, str]:
-        """Return the environment of a process of this place: no setting of the caller's but where models are kept."""
+    def environment(self, threads: int | None) -> dict[str, str]:
+        """Return the environment of a process of this place: no setting of the caller's but where models are kept.
+
+        `threads` is how many torch computes with; None leaves it to torch.
+        """
         kept = {name: value for name, value in os.environ.items() if not name.startswith("KILBURN_") or name == "KILBURN_CACHE"}
-        return kept | {"TMPDIR": str(self._temporary), _MARK: self._mark}
+        chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+        return kept | chosen | {"TMPDIR": str(self._temporary), _MARK: self._mark}
 
     def processes(self) -> list[psutil.Process]:
         """Return what runs here."""
@@ -83,13 +93,8 @@ class Place:
         return list(self._leftovers(addresses))
 
     def kill(self) -> None:
-        """End at once what runs here."""
-        for process in self.processes():
-            try:
-                process.send_signal(signal.SIGKILL)
-            except psutil.NoSuchProcess:
-                continue
-        wait_until(lambda: not self.processes(), 10, "the end of killed processes")
+        """End at once what runs here, and what a supervisor starts meanwhile."""
+        wait_until(self._kill_all, _KILL_SECONDS, "the end of killed processes")
 
     def remove(self) -> None:
         """Remove the folder, and the pool files if there are any."""
@@ -97,13 +102,21 @@ class Place:
             file.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def _kill_all(self) -> bool:
+        """Return whether nothing was left to kill."""
+        processes = self.processes()
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        return not processes
+
     def _leftovers(self, addresses: Iterable[Address]) -> Iterator[str]:
         for process in self.processes():
             yield f"process {process.pid}: {_command_of(process)}"
         for folder in (self.runtime_dir, endpoints.socket_dir(self.runtime_dir)):
             if folder.exists():
                 yield f"{folder}: {sorted(path.name for path in folder.rglob('*'))}"
-        yield from (f"temporary file {path}" for path in self._temporary.rglob("*"))
+        yield from (f"temporary file {path}" for path in self._temporary.rglob("*") if not path.name.startswith(_TORCH_CACHE))
         yield from (f"pool file {path}" for path in self.pool_files())
         for address in addresses:
             with socket.socket() as probe:

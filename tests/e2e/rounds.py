@@ -51,8 +51,8 @@ def ample_pool(prompts: Iterable[Expected], block_size: int) -> int:
 def run(system: Instance, prompts: Sequence[Expected], way: Way, salt: str) -> Round:
     """Send the prompts in one way, compare every token, and insist that nothing is held afterwards.
 
-    alone: one after the other, in the form that each was written in. together: all at once. warm: all at once, after another round
-    with the same salt, which is the cache's name for whose blocks may be shared.
+    alone: one after the other, in the form that each was written in. together: all at once. warm: all at once, after another
+    round with the same salt, which is the cache's name for whose blocks may be shared.
 
     Raises:
         AssertionError: a token or a log-probability differs, or something is held.
@@ -85,7 +85,9 @@ def compare(prompt: Expected, answer: Answer) -> list[float]:
     assert answer.usage.prompt_tokens == len(prompt.prompt_ids), f"{prompt.name}: other prompt tokens"
     expected = list(prompt.output_ids)
     if answer.ids != expected:
-        same = next((at for at, (got, want) in enumerate(zip(answer.ids, expected, strict=False)) if got != want), len(answer.ids))
+        same = next(
+            (at for at, (got, want) in enumerate(zip(answer.ids, expected, strict=False)) if got != want), len(answer.ids)
+        )
         raise AssertionError(
             f"{prompt.name}: {len(answer.ids)} tokens, the first {same} of {len(expected)} as expected, "
             f"then {answer.ids[same : same + 4]} in the place of {expected[same : same + 4]}; {answer.usage}"

@@ -6,8 +6,7 @@ processes killed, so that the first failure is the one that is reported.
 
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -34,7 +33,7 @@ SETTLE_SECONDS: Final = 5.0
 _LOG_TAIL_CHARACTERS: Final = 4000
 
 
-def arguments(flags: dict[str, Flag]) -> list[str]:
+def arguments(flags: Mapping[str, Flag]) -> list[str]:
     """Return flags as words of a command line: block_size=7 is --block-size 7, poison=True --poison, x=False --no-x."""
     words: list[str] = []
     for name, value in flags.items():
@@ -49,11 +48,15 @@ def arguments(flags: dict[str, Flag]) -> list[str]:
 
 
 class Instance:
-    """What both kinds have in common: one place, one gateway, one memory manager."""
+    """What both kinds have in common: one place, one gateway, one memory manager.
 
-    def __init__(self, flags: dict[str, Flag]) -> None:
+    `threads` is how many torch computes with. One is best for a tiny model, whose threads would only wait for one another.
+    """
+
+    def __init__(self, flags: Mapping[str, Flag], threads: int | None) -> None:
         self.place = Place()
         self.flags = flags
+        self._threads = threads
         self._log = self.place.folder / "log"
         self._address: dict[str, Address] = {}
         self._open: list[Client | AdminClient | grpc.Channel] = []
@@ -74,8 +77,9 @@ class Instance:
         return self._address["gateway"]
 
     def log(self) -> str:
-        """Return the end of what the processes have logged."""
-        return self._log.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL_CHARACTERS:] if self._log.exists() else ""
+        """Return the end of what the processes have logged, as the end of a failure's text."""
+        text = self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
+        return f"; the log ends:\n{text[-_LOG_TAIL_CHARACTERS:]}"
 
     # ------------------------------------------------------------------------------------------------- processes
 
@@ -107,7 +111,7 @@ class Instance:
 
     def wait_serving(self, timeout_seconds: float = START_SECONDS) -> float:
         """Wait until requests succeed; return how long it took."""
-        return wait_until(self.serving, timeout_seconds, f"a gateway that serves; the log ends:\n{self.log()}")
+        return wait_until(self.serving, timeout_seconds, "a gateway that serves", self.log)
 
     # ------------------------------------------------------------------------------------------------- the blocks
 
@@ -142,6 +146,11 @@ class Instance:
         self._health: Any = health_pb2_grpc.HealthStub(channel)  # its type stubs lack the calls
         self._open = [self._client, self._admin, channel]
 
+    def _arguments(self, **more: Flag) -> list[str]:
+        """Return the words of a server command in this place: free ports, our flags, and more."""
+        here: dict[str, Flag] = {"runtime_dir": self.place.runtime_dir, "listen": "127.0.0.1:0", "admin": "127.0.0.1:0"}
+        return arguments({**here, **self.flags, **more})
+
     def _spawn(self, words: Sequence[str], output: Path | None = None) -> "subprocess.Popen[bytes]":
         log = self._log.open("ab")
         stdout = output.open("wb") if output else log
@@ -149,7 +158,7 @@ class Instance:
             return subprocess.Popen(
                 [sys.executable, "-m", "cli", *words],
                 cwd=ROOT,
-                env=self.place.environment(),
+                env=self.place.environment(self._threads),
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=log,
@@ -180,7 +189,7 @@ class Instance:
             if kind is None:
                 self.stop()
             elif error is not None:
-                error.add_note(f"the log of the system ends:\n{self.log()}")
+                error.add_note(f"the log of the system ends{self.log()}")
         finally:
             self._end()
             self.place.kill()
@@ -190,8 +199,8 @@ class Instance:
 class System(Instance):
     """`kilburn up`, ready for requests once it is entered."""
 
-    def __init__(self, **flags: Flag) -> None:
-        super().__init__(flags)
+    def __init__(self, flags: Mapping[str, Flag], threads: int | None = None) -> None:
+        super().__init__(flags, threads)
         self._output = self.place.folder / "output"
 
     def __enter__(self) -> Self:
@@ -206,8 +215,7 @@ class System(Instance):
 
     def begin(self) -> None:
         """Start it; `wait_ready` comes next."""
-        place = {"runtime_dir": self.place.runtime_dir, "listen": "127.0.0.1:0", "admin": "127.0.0.1:0"}
-        self._process = self._spawn(["up", *arguments({**place, **self.flags})], self._output)
+        self._process = self._spawn(["up", *self._arguments()], self._output)
 
     def wait_ready(self) -> None:
         """Wait for the line that says so.
@@ -215,8 +223,8 @@ class System(Instance):
         Raises:
             AssertionError: it does not come.
         """
-        wait_until(lambda: self._ready_line() or self._process.poll() is not None, START_SECONDS, f"ready:\n{self.log()}")
-        assert self._ready_line(), f"up ended with {self._process.returncode}:\n{self.log()}"
+        wait_until(lambda: self._ready_line() or self._process.poll() is not None, START_SECONDS, "ready", self.log)
+        assert self._ready_line(), f"up ended with {self._process.returncode}{self.log()}"
         line = self._output.read_text(encoding="utf-8").splitlines()[0]
         words = [part.split(" ", 1) for part in line.removeprefix("ready: ").split(", ")]
         assert [word for word, _ in words] == ["gateway", "admin", "model"], line
@@ -233,9 +241,9 @@ class System(Instance):
         pool_files = self.place.pool_files()
         self._process.terminate()
         status = self._process.wait(STOP_SECONDS)
-        assert status == 0, f"up ended with {status}:\n{self.log()}"
+        assert status == 0, f"up ended with {status}{self.log()}"
         left = self.place.leftovers(self._address.values())
-        assert not left, f"{left}\n{self.log()}"
+        assert not left, f"{left}{self.log()}"
         assert pool_files, "there was no pool file, so its absence proves nothing"
         assert self._output.read_text(encoding="utf-8").count("\n") == 1, "more than the ready line on standard output"
 
@@ -246,14 +254,13 @@ class System(Instance):
 class Processes(Instance):
     """The three services without a supervisor, each started by `start`; `connect` once the gateway and memmgr run."""
 
-    def __init__(self, **flags: Flag) -> None:
-        super().__init__(flags)
+    def __init__(self, flags: Mapping[str, Flag], threads: int | None = None) -> None:
+        super().__init__(flags, threads)
         self._running: dict[Role, subprocess.Popen[bytes]] = {}
 
     def start(self, role: Role, **more: Flag) -> None:
         """Start one service and return at once; `more` are flags for it alone."""
-        place = {"runtime_dir": self.place.runtime_dir, "listen": "127.0.0.1:0", "admin": "127.0.0.1:0"}
-        self._running[role] = self._spawn([role, *arguments({**place, **self.flags, **more})])
+        self._running[role] = self._spawn([role, *self._arguments(**more)])
 
     def connect(self) -> None:
         """Find the addresses that gateway and memmgr took, and connect to them.
@@ -263,7 +270,7 @@ class Processes(Instance):
         """
         for name in ("gateway", "admin"):
             file = self.place.runtime_dir / f"{name}.address"
-            wait_until(file.is_file, START_SECONDS, f"{file.name}:\n{self.log()}")
+            wait_until(file.is_file, START_SECONDS, file.name, self.log)
             self._address[name] = parse_address(file.read_text(encoding="ascii").strip())
         self._connect()
 
@@ -275,7 +282,6 @@ class Processes(Instance):
                 continue
             process.terminate()
             status = process.wait(STOP_SECONDS)
-            assert status == 0, f"{role} ended with {status}:\n{self.log()}"
-        time.sleep(0)
-        left = [what for what in self.place.leftovers(self._address.values()) if not what.startswith(str(self.place.runtime_dir))]
-        assert not left, f"{left}\n{self.log()}"
+            assert status == 0, f"{role} ended with {status}{self.log()}"
+        left = self.place.leftovers(self._address.values())
+        assert not left, f"{left}{self.log()}"

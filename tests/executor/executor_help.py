@@ -51,9 +51,9 @@ def greedy(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
     return found
 
 
-def sampling(**fields: Any) -> SamplingParams:
-    """Return greedy parameters, changed by the fields given."""
-    return SamplingParams(**({"temperature": 0.0, "top_p": 1.0} | fields))
+def sampling(*, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0) -> SamplingParams:
+    """Return parameters; greedy by default."""
+    return SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Tables:
     def grow(self, slot: int, tokens: int) -> list[int]:
         """Return the blocks that slot's table needs to hold so many tokens."""
         table = self.owned.setdefault(slot, [])
-        fresh = []
+        fresh: list[int] = []
         while (len(table) + len(fresh)) * self.block_size < tokens:
             # 7919 is prime, so this walks through all blocks in no order.
             fresh.append(self.used * 7919 % self.num_blocks)
