@@ -22,7 +22,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml
 	@echo "installing into $(VENV); the first time takes some minutes, torch is large"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]'
 	@touch $@
 
 demo: $(STAMP)

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def load_here(folder: Path, *, dtype: Dtype = "auto", max_model_len: int | None = None) -> LoadedModel:
-    return load(folder, device=CPU, dtype=dtype, backend=create("auto", CPU), block_size=5, max_model_len=max_model_len)
+    return load(folder, device=CPU, dtype=dtype, backend=create("auto"), block_size=5, max_model_len=max_model_len)
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +70,17 @@ def test_what_is_found_out_about_a_model(llama: Path) -> None:
 def test_each_layers_window_is_what_its_mask_shows(
     family: str, options: dict[str, object], windows: list[int | None], tmp_path: Path
 ) -> None:
-    model = load_here(save_tiny(tmp_path, family, **options))
+    model = load_here(save_tiny(tmp_path, family, options))
     assert [rule.window for rule in model.rules] == windows
 
 
 def test_softcap_scale_and_sinks(tmp_path: Path) -> None:
-    gemma = load_here(save_tiny(tmp_path / "gemma", "Gemma2", head_dim=8, query_pre_attn_scalar=25, attn_logit_softcapping=30.0))
+    gemma = load_here(
+        save_tiny(tmp_path / "gemma", "Gemma2", {"head_dim": 8, "query_pre_attn_scalar": 25, "attn_logit_softcapping": 30.0})
+    )
     assert gemma.rules[0].softcap == 30.0
     assert gemma.rules[0].scale == pytest.approx(0.2)
-    oss = load_here(save_tiny(tmp_path / "oss", "GptOss", head_dim=8, num_local_experts=4, sliding_window=5))
+    oss = load_here(save_tiny(tmp_path / "oss", "GptOss", {"head_dim": 8, "num_local_experts": 4, "sliding_window": 5}))
     sinks = oss.rules[0].sinks
     assert sinks is not None
     assert sinks.shape == (4,)
@@ -217,7 +219,7 @@ def test_one_file_that_is_cut_short(tmp_path: Path) -> None:
 
 
 def test_a_tied_head_need_not_be_stored(tmp_path: Path) -> None:
-    save_tiny(tmp_path, tie_word_embeddings=True)
+    save_tiny(tmp_path, options={"tie_word_embeddings": True})
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     assert load_here(tmp_path).head_rows == VOCAB
 
@@ -255,7 +257,7 @@ def test_what_cannot_be_served_is_refused_by_name(family: str, options: dict[str
     import transformers
 
     if family == "Bert":
-        save_tiny(tmp_path, family, **options)
+        save_tiny(tmp_path, family, options)
     else:  # told from the configuration: weights are not even looked for
         names = {"Clip": "CLIPConfig"}
         sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

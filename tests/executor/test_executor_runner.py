@@ -33,7 +33,7 @@ class Rig:
     step: int = 0
 
     def __post_init__(self) -> None:
-        backend = create("reference", CPU)
+        backend = create("reference")
         layout = backend.layout(self.model.shape)
         spec = PoolSpec(self.num_blocks, layout.elements, self.model.shape.dtype)
         self.pool = device_pool(spec, CPU, PoolHeader(version=HEADER_VERSION))
@@ -102,7 +102,7 @@ Load = Callable[[Path, int], LoadedModel]
 
 
 def load_here(folder: Path, block_size: int) -> LoadedModel:
-    return load(folder, device=CPU, dtype="float32", backend=create("reference", CPU), block_size=block_size, max_model_len=None)
+    return load(folder, device=CPU, dtype="float32", backend=create("reference"), block_size=block_size, max_model_len=None)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ FAMILIES: list[tuple[str, dict[str, object]]] = [
 @pytest.mark.parametrize(("family", "options"), FAMILIES, ids=[family for family, _ in FAMILIES])
 def test_tokens_are_those_of_transformers(family: str, options: dict[str, object], tmp_path: Path) -> None:
     """Chunks and decodes mixed, tables in no order, blocks of three sizes, everything unwritten being NaN."""
-    folder = save_tiny(tmp_path, family, **options)
+    folder = save_tiny(tmp_path, family, options)
     expected = [greedy(folder, prompt, OUTPUTS) for prompt in PROMPTS]
     for block_size, chunk in ((1, 4), (7, 5), (16, 40)):
         rig = Rig(load_here(folder, block_size))
