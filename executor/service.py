@@ -54,7 +54,7 @@ def run(config: ExecutorConfig) -> None:
     progress = Progress()
     with ExitStack() as stack:
         stop = stack.enter_context(_Stop())
-        stack.callback(lock(config.runtime_dir, "executor").release)
+        stack.enter_context(lock(config.runtime_dir, "executor"))
         context = stack.enter_context(_zmq_context())
         beats = stack.enter_context(
             Beats(

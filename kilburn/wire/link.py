@@ -58,8 +58,8 @@ class Link:
     def due(self, now: float) -> bytes | None:
         """Return the hello or heartbeat that is due, if one is.
 
-        Silence is judged here, and only by who listens: where the owner itself was away (a long step, a stopped process), what the
-        peer said meanwhile may still lie in the socket, and the count begins anew.
+        Silence is judged here, and only by who listens: where the owner itself was away (a long step, a stopped process), what
+        the peer said meanwhile may still lie in the socket, and the count begins anew.
         """
         if now - self._looked > HEARTBEAT_INTERVAL_SECONDS:
             self._heard = now

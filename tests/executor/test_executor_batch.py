@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from executor_help import plan, sampling
+from tests.executor.executor_help import plan, sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from executor_help import VOCAB, save_tiny
+from tests.executor.executor_help import VOCAB, save_tiny
 from safetensors.torch import load_file, save_file
 
 from executor import families
@@ -149,6 +149,12 @@ def without(tensor: str) -> Callable[[Path], object]:
     return damage
 
 
+def without_weights(folder: Path) -> Path:
+    for file in folder.glob("model*"):
+        file.unlink()
+    return folder
+
+
 def edit_config(**changes: object) -> Callable[[Path], object]:
     def damage(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -184,10 +190,10 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
         lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../x.safetensors"}}'),
         r"names a file outside of its folder: '\.\./x\.safetensors'",
     ),
-    ("no weights", lambda f: [file.unlink() for file in f.glob("model*")], "has no weights: neither model.safetensors nor"),
+    ("no weights", without_weights, "has no weights: neither model.safetensors nor"),
     (
         "an adapter",
-        lambda f: [*[file.unlink() for file in f.glob("model*")], (f / "adapter_config.json").write_text("{}")],
+        lambda f: (without_weights(f), (f / "adapter_config.json").write_text("{}")),
         "is an adapter; merge it",
     ),
     ("no head", without("lm_head.weight"), r"lacks the tensor lm_head\.weight"),
@@ -218,7 +224,7 @@ def test_a_tied_head_need_not_be_stored(tmp_path: Path) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- not served
 
-ENCODER = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+ENCODER: dict[str, object] = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
 
 REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("Falcon", {}, "falcon models can't be served: FalconForCausalLM does not use the attention interface"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from executor_help import VOCAB, Tables, greedy, plan, sampling, save_tiny
+from tests.executor.executor_help import VOCAB, Tables, greedy, plan, sampling, save_tiny
 
 from executor.batch import Limits, Slots
 from executor.errors import PlanError
@@ -144,9 +144,7 @@ FAMILIES: list[tuple[str, dict[str, object]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("family", "options"), FAMILIES, ids=[f"{family}{number}" for number, (family, _) in enumerate(FAMILIES)]
-)
+@pytest.mark.parametrize(("family", "options"), FAMILIES, ids=[family for family, _ in FAMILIES])
 def test_tokens_are_those_of_transformers(family: str, options: dict[str, object], tmp_path: Path) -> None:
     """Chunks and decodes mixed, tables in no order, blocks of three sizes, everything unwritten being NaN."""
     folder = save_tiny(tmp_path, family, **options)
@@ -192,13 +190,13 @@ def test_a_cached_prefix_is_shared_and_a_copy_is_a_clone(llama: LoadedModel) -> 
     rig = Rig(llama)
     expected = rig.generate([prompt], 6, 99, [sampling()])[0]
     table = rig.tables.owned[0]
-    rig.run(
+    result = rig.run(
         opens=[SlotOpen(slot=1, sampling=sampling())],
         copies=[(table[2], 150)],
         chunks=[Chunk(slot=1, start=8, token_ids=prompt[8:10], new_blocks=[table[0], table[1], 150])],
         samples=[(0, 1, 0)],
     )
-    tokens = [int(rig.slots._last_tokens[1])]
+    tokens = list(result.token_ids)
     for position in range(1, 6):
         blocks = [160 + position] if (9 + position) % 4 == 0 else []
         more = Chunk(slot=1, start=9 + position, new_blocks=blocks)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from attention_oracle import attend
+from tests.kernels.attention_oracle import attend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
