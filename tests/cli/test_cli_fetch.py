@@ -66,5 +66,5 @@ def test_the_default_model_is_what_its_source_says() -> None:
         assert tokenizer.decode(tokenizer(text).input_ids) == text
         assert not [piece for piece in tokenizer.tokenize(text) if any(c.isdigit() for c in piece) and len(piece) > 1]
     with safe_open(folder / "model.safetensors", "pt") as weights:
-        assert {weights.get_tensor(name).dtype for name in weights.keys()} == {torch.bfloat16}
+        assert {weights.get_tensor(name).dtype for name in weights.keys()} == {torch.bfloat16}  # noqa: SIM118
     assert len({stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()}) == 1
