@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.executor.executor_help import VOCAB, save_tiny
 from safetensors.torch import load_file, save_file
 
 from executor import families
@@ -16,6 +15,7 @@ from kernels.interface import LayerShape
 from kernels.registry import create
 from kilburn.config import Dtype
 from kilburn.errors import StartError
+from tests.executor.executor_help import VOCAB, save_tiny
 
 CPU = torch.device("cpu")
 
@@ -224,7 +224,13 @@ def test_a_tied_head_need_not_be_stored(tmp_path: Path) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- not served
 
-ENCODER: dict[str, object] = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+ENCODER: dict[str, object] = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+}
 
 REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("Falcon", {}, "falcon models can't be served: FalconForCausalLM does not use the attention interface"),

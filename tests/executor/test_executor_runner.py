@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.executor.executor_help import VOCAB, Tables, greedy, plan, sampling, save_tiny
 
 from executor.batch import Limits, Slots
 from executor.errors import PlanError
@@ -17,6 +16,7 @@ from executor.progress import Progress
 from executor.runner import Runner
 from kernels.registry import create
 from kilburn.v1.engine_pb2 import Chunk, PoolHeader, SamplingParams, SlotOpen, StepResult
+from tests.executor.executor_help import VOCAB, Tables, greedy, plan, sampling, save_tiny
 
 CPU = torch.device("cpu")
 PROMPTS = ([5, 17, 3, 88, 42, 9, 61, 2, 2, 70, 31, 8, 19], [1], [96, 4, 50, 23, 77, 12, 6], list(range(40, 75)))

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import pytest
 import zmq
-from tests.executor.executor_help import Tables, greedy, plan, sampling, save_tiny
 from google.protobuf.message import Message
 
 from executor import service
@@ -35,6 +34,7 @@ from kilburn.v1.engine_pb2 import (
 from kilburn.wire.endpoints import executor_endpoint, private_dir
 from kilburn.wire.envelope import new_incarnation
 from kilburn.wire.hub import Hub
+from tests.executor.executor_help import Tables, greedy, plan, sampling, save_tiny
 
 pytestmark = pytest.mark.processes
 

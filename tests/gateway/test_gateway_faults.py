@@ -15,16 +15,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from gateway_support import (
-    VOCAB_SIZE,
-    Peer,
-    Running,
-    error_code,
-    gateway_config,
-    model_info,
-    running,
-    write_model,
-)
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.service import Gateway
@@ -35,6 +25,16 @@ from kilburn.errors import StartError
 from kilburn.limits import PEER_TIMEOUT_SECONDS
 from kilburn.v1 import engine_pb2 as wire
 from kilburn.v1 import inference_pb2 as api
+from tests.gateway.gateway_support import (
+    VOCAB_SIZE,
+    Peer,
+    Running,
+    error_code,
+    gateway_config,
+    model_info,
+    running,
+    write_model,
+)
 
 REQUEST = api.GenerateRequest(text="The capital")
 LENGTH = api.FINISH_REASON_LENGTH

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from tests.kernels.attention_oracle import attend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.interface import AttentionBackend, AttentionRule, CacheShape, KvCache, LayerShape, StepRows
 from kernels.reference import PreparedStep, ReferenceBackend
+from tests.kernels.attention_oracle import attend
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
