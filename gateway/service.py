@@ -76,11 +76,8 @@ def run(config: GatewayConfig) -> None:
     keep_torch_out()
     logger = log.configure(config.log, "gateway")
     check_endpoint(config.gateway_endpoint)
-    held = lock(config.runtime_dir, "gateway")
-    try:
+    with lock(config.runtime_dir, "gateway"):
         asyncio.run(_run(config, logger))
-    finally:
-        held.release()
 
 
 async def _run(config: GatewayConfig, logger: Logger) -> None:

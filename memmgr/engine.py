@@ -93,6 +93,7 @@ class Engine:
             EngineBusyError: too many wait already.
         """
         answer: Future[AnswerT] = Future()
+        answer.set_running_or_notify_cancel()  # from here on whoever waits may give up, and can't cancel it under our hands
 
         def reply() -> None:
             try:
@@ -258,8 +259,8 @@ class Engine:
             return
         self._log.warning("executor lost", reason=reason, requests=len(session.scheduler.running))
         self._executors.drop(session.incarnation)
-        session.close(reason)
         session.scheduler.abandon(EndCode.UNAVAILABLE, f"{reason}; try again", time.monotonic())
+        session.close(reason)
         self._flush()
         self.session = None
         self._reason = reason

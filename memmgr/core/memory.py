@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Final
 
 from memmgr.core.blocks import BlockPool, BlockState
-from memmgr.core.prefix import Lineage, Match, PrefixIndex, block_hash
+from memmgr.core.prefix import Lineage, Match, Node, PrefixIndex, block_hash
 
 
 @dataclass(slots=True)
@@ -44,7 +44,8 @@ class Table:
     """One sequence's memory. `blocks[i]` holds its tokens i * size .. (i + 1) * size - 1.
 
     len(blocks) = ceil(planned / size); computed <= planned; blocks 0 .. committed - 1 are full, acknowledged and were offered to
-    the index.
+    the index. `node` stands there for the last of them, in its own block or in another's with the same content; None: they can't
+    be found, so nothing that stands on them could be.
     """
 
     key: Hashable
@@ -53,6 +54,7 @@ class Table:
     planned: int = 0
     computed: int = 0
     committed: int = 0
+    node: Node | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class Memory:
     def __init__(self, total_blocks: int, block_size: int, *, prefix_cache: bool, counters: MemoryCounters) -> None:
         self.block_size: Final = block_size
         self.prefix_cache: Final = prefix_cache
-        self.counters: Final = counters
+        self.counters: Final = counters  # perhaps of more pools than this one, one after another
         self.pool: Final = BlockPool(total_blocks)
         self.index: Final = PrefixIndex(total_blocks, block_size)
         self.now = 0.0  # of the owner's clock, for stamps only
@@ -95,6 +97,7 @@ class Memory:
         self._copies: dict[int, int] = {}  # destination -> source
         self._held: dict[int, int] = {}  # source -> references held for the copies of this step
         self._freed: list[int] = []
+        self._planning = False  # tables have grown since the last step ended
 
     @property
     def tables(self) -> Mapping[Hashable, Table]:
@@ -130,23 +133,31 @@ class Memory:
         for block in match.blocks:
             self.pool.share(block)
         table = Table(key, lineage, list(match.blocks), committed=len(match.blocks))
+        if match.blocks:
+            table.node = self.index.node(match.blocks[-1])
         if match.tail_tokens:
             self.pool.share(match.tail)
             table.blocks.append(self._clone(match.tail))
             self.counters.partial_copies += 1
         table.planned = table.computed = admission.cached_tokens
         self._tables[key] = table
+        self._planning = True
         return table
 
     def fork(self, parent: Hashable, key: Hashable) -> Table:
-        """Give a new sequence the content of another: every block is shared, the partly filled last one included."""
+        """Give a new sequence the content of another: every block is shared, the partly filled last one included.
+
+        Between two steps only. A step makes its copies before it writes, so a clone made in the step that also writes to the
+        parent's last block would lack what is written.
+        """
         assert key not in self._tables, f"sequence {key} has a table already"
+        assert not self._planning, "a fork in the middle of a step"
         source = self._tables[parent]
         lineage = Lineage(source.lineage.root, source.lineage.tenant)
         lineage.names.extend(source.lineage.names[: source.planned // self.block_size])
         for block in source.blocks:
             self.pool.share(block)
-        table = Table(key, lineage, list(source.blocks), source.planned, source.computed, source.committed)
+        table = Table(key, lineage, list(source.blocks), source.planned, source.computed, source.committed, source.node)
         self._tables[key] = table
         self.counters.forks += 1
         return table
@@ -171,6 +182,7 @@ class Memory:
         for _ in range(growth.new_blocks):
             table.blocks.append(self._allocate())
         table.planned = growth.length
+        self._planning = True
 
     # ------------------------------------------------------------------------------- what the executor has done
 
@@ -185,23 +197,22 @@ class Memory:
             return
         for logical in range(table.committed, full):
             piece = tokens[logical * size : (logical + 1) * size].tobytes()
-            name = table.lineage.name(logical, piece)
-            self._index(table.blocks[logical], name, table.lineage, logical, piece)
+            table.node = self._index(table, logical, table.lineage.name(logical, piece), piece)
         table.committed = full
 
     def release(self, key: Hashable, tokens: array[int]) -> None:
         """Take a sequence's references away. `tokens` are those that it was made of.
 
         Its blocks go the last first, so that the tail of a chain is evicted before its head. A last block that is partly filled
-        stays known as a tail, to be cloned by who comes back with more.
+        stays known as a tail, to be cloned by who comes back with more; not one that this step's copies fill, or it could become
+        source and destination in one step.
         """
         table = self._tables.pop(key)
         size = self.block_size
         full, rest = divmod(table.computed, size)
-        if self.prefix_cache and rest and full == table.committed and not self._is_shared(table.blocks[full]):
+        if self.prefix_cache and rest and full == table.committed and self._is_settled(table.blocks[full]):
             piece = tokens[full * size : table.computed].tobytes()
-            name = block_hash(table.lineage.parent(full), piece)
-            self._index(table.blocks[full], name, table.lineage, full, piece)
+            self._index(table, full, block_hash(table.lineage.parent(full), piece), piece)
         for block in reversed(table.blocks):
             self._drop(block)
 
@@ -213,20 +224,34 @@ class Memory:
         )
         self._copies.clear()
         self._freed.clear()
+        self._planning = False
         held = [block for block, references in self._held.items() for _ in range(references)]
         self._held.clear()
         for block in held:
             self._drop(block)
         return step
 
+    def discard(self) -> None:
+        """Count every block as freed: the pool is gone, and this memory with it."""
+        self.counters.freed_blocks += self.pool.live + self.pool.cached
+
     # ---------------------------------------------------------------------------------------------------- blocks
 
     def _is_shared(self, block: int) -> bool:
         return self.pool.references[block] - self._held.get(block, 0) > 1
 
-    def _index(self, block: int, name: bytes, lineage: Lineage, logical: int, tokens: bytes) -> None:
-        if self.index.hash_of(block) is None:
-            self.index.insert(block, name, lineage.parent(logical), logical, tokens, lineage.tenant)
+    def _is_settled(self, block: int) -> bool:
+        """Whether one sequence alone holds a block, and its content is there already."""
+        return not self._is_shared(block) and block not in self._copies
+
+    def _index(self, table: Table, logical: int, name: bytes, tokens: bytes) -> Node | None:
+        """Offer a table's block to the index; return the node that stands for its content there."""
+        block = table.blocks[logical]
+        if self.index.hash_of(block) is not None:
+            return self.index.node(block)  # another holder, forked from the same sequence, has offered it
+        if logical > 0 and table.node is None:
+            return None
+        return self.index.insert(block, name, table.node, table.lineage.root, tokens, table.lineage.tenant)
 
     def _allocate(self) -> int:
         if self.pool.free == 0:

@@ -2,7 +2,8 @@
 
 Content is named by a chain of hashes, one for each block: BLAKE2b over the parent's hash and the block's tokens, rooted in
 (model, tenant, salt), every field tagged and length-prefixed, so that no two domains and no two splits of the same bytes can
-meet. A hit still compares parent and tokens: a collision costs a miss, never a wrong token.
+meet. Hashes find, comparison decides: a hit has the tokens asked for and hangs on the node before it, and who inserts names the
+node that it goes on from, not a hash. So a collision costs a miss, never a wrong token.
 
 The index is a forest of nodes, each node one block. A node with fewer tokens than a block is the tail of a sequence that ended
 there: it is found as the source of a clone, has no children, and is never referenced itself. A node's parent is always in the
@@ -43,6 +44,14 @@ class Match:
     def without_tail(self) -> Match:
         """Return the whole blocks alone."""
         return Match(self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node as it was at some time. `serial` numbers the insertions, so that no later node in the same block passes for it."""
+
+    block: int
+    serial: int
 
 
 def root_hash(model: str, tenant: str, salt: str) -> bytes:
@@ -86,14 +95,17 @@ class PrefixIndex:
     """See the module. `total` blocks of `block_size` tokens."""
 
     __slots__ = (
+        "_above",
         "_block_of",
         "_block_size",
         "_first_child",
         "_hashes",
+        "_insertions",
         "_next_sibling",
         "_parents",
         "_previous_sibling",
         "_roots",
+        "_serials",
         "_tokens",
         "depths",
         "tenants",
@@ -105,6 +117,9 @@ class PrefixIndex:
         self._hashes: list[bytes | None] = [None] * total
         self._tokens: list[bytes | None] = [None] * total
         self._parents: list[bytes | None] = [None] * total  # a hash: of the parent node or of a root
+        self._above = array("i", [_NONE]) * total  # the parent node's block
+        self._serials = array("Q", bytes(8 * total))  # 0: not in the index
+        self._insertions = 0
         self._roots: dict[bytes, int] = {}  # root -> its most recent child
         self.depths: Final = array("I", bytes(4 * total))
         self.tenants: Final[list[str]] = [""] * total
@@ -120,6 +135,11 @@ class PrefixIndex:
         """Return the hash under which a block is known, or None where it is not in the index."""
         return self._hashes[block]
 
+    def node(self, block: int) -> Node:
+        """Return the node of an indexed block, to go on from."""
+        assert self._hashes[block] is not None
+        return Node(block, self._serials[block])
+
     def filled(self, block: int) -> int:
         """Return how many tokens of an indexed block the index knows."""
         tokens = self._tokens[block]
@@ -134,37 +154,44 @@ class PrefixIndex:
         """
         size = self._block_size
         blocks: list[int] = []
+        above = _NONE
         for start in range(0, limit - size + 1, size):
             piece = tokens[start : start + size].tobytes()
-            name = lineage.name(len(blocks), piece)
-            block = self._block_of.get(name, _NONE)
-            if block == _NONE or self._tokens[block] != piece or self._parents[block] != lineage.parent(len(blocks)):
+            block = self._block_of.get(lineage.name(len(blocks), piece), _NONE)
+            if block == _NONE or not self._holds(block, piece, above, lineage.root):
                 break
             blocks.append(block)
+            above = block
         tail, tail_tokens = _NONE, 0
         if len(tokens) >= size:
             start = len(blocks) * size
-            parent = lineage.parent(len(blocks))
-            tail, tail_tokens = self._best_child(parent, tokens[start : min(limit, start + size)])
+            tail, tail_tokens = self._best_child(above, lineage.root, tokens[start : min(limit, start + size)])
         return Match(tuple(blocks), tail, tail_tokens)
 
-    def insert(self, block: int, name: bytes, parent: bytes, depth: int, tokens: bytes, tenant: str) -> bool:
-        """Let `block` stand for `tokens` after `parent`, `depth` blocks into its prefix (0: `parent` is a root).
+    def insert(self, block: int, name: bytes, above: Node | None, root: bytes, tokens: bytes, tenant: str) -> Node | None:
+        """Let `block` stand for `tokens` after the node `above`, or after `root` where that is None.
 
-        The first one wins: a second block with the same content stays out of the index, and so does one whose parent is not in
-        it (it could not be found). Then the answer is False.
+        Returns the node to go on from. The first one wins: where another block has this content, that is its node, and `block`
+        stays out of the index. None: `block` could not be found, because `above` is gone or other content has taken its name.
         """
         assert self._hashes[block] is None, f"block {block} is in the index already"
-        if name in self._block_of or (depth > 0 and parent not in self._block_of):
-            return False
+        if above is not None and self._serials[above.block] != above.serial:
+            return None
+        parent_block = _NONE if above is None else above.block
+        if name in self._block_of:
+            other = self._block_of[name]
+            return self.node(other) if self._holds(other, tokens, parent_block, root) else None
+        self._insertions += 1
         self._block_of[name] = block
         self._hashes[block] = name
         self._tokens[block] = tokens
-        self._parents[block] = parent
-        self.depths[block] = depth
+        self._parents[block] = root if above is None else self._hashes[above.block]
+        self._above[block] = parent_block
+        self._serials[block] = self._insertions
+        self.depths[block] = 0 if above is None else self.depths[above.block] + 1
         self.tenants[block] = tenant
-        self._hang(block, parent)
-        return True
+        self._hang(block, parent_block, root)
+        return self.node(block)
 
     def remove(self, block: int) -> list[int]:
         """Forget a block and all that stands on it. Returns them, the deepest first, `block` last."""
@@ -179,48 +206,56 @@ class PrefixIndex:
             self._forget(known)
         return doomed
 
+    def _holds(self, block: int, tokens: bytes, above: int, root: bytes) -> bool:
+        """Whether an indexed block has these tokens and hangs where it should: on the node `above`, or on `root`."""
+        if self._tokens[block] != tokens or self._above[block] != above:
+            return False
+        return above != _NONE or self._parents[block] == root
+
     def _forget(self, block: int) -> None:
-        name, parent = self._hashes[block], self._parents[block]
+        name, parent, above = self._hashes[block], self._parents[block], self._above[block]
         assert name is not None
         assert parent is not None
         before, after = self._previous_sibling[block], self._next_sibling[block]
         if before != _NONE:
             self._next_sibling[before] = after
-        elif parent in self._block_of:
-            self._first_child[self._block_of[parent]] = after
+        elif above != _NONE:
+            self._first_child[above] = after
         elif after != _NONE:
             self._roots[parent] = after
         else:
             del self._roots[parent]
         if after != _NONE:
             self._previous_sibling[after] = before
-        self._next_sibling[block] = self._previous_sibling[block] = _NONE
+        self._next_sibling[block] = self._previous_sibling[block] = self._above[block] = _NONE
         del self._block_of[name]
         self._hashes[block] = self._tokens[block] = self._parents[block] = None
+        self._serials[block] = 0
 
-    def _hang(self, block: int, parent: bytes) -> None:
-        if parent in self._block_of:
-            above = self._block_of[parent]
-            first = self._first_child[above]
-            self._first_child[above] = block
+    def _hang(self, block: int, above: int, root: bytes) -> None:
+        first = self._first(above, root)
+        if above == _NONE:
+            self._roots[root] = block
         else:
-            first = self._roots.get(parent, _NONE)
-            self._roots[parent] = block
+            self._first_child[above] = block
         self._next_sibling[block] = first
         if first != _NONE:
             self._previous_sibling[first] = block
 
-    def _children(self, parent: bytes) -> Iterator[int]:
-        above = self._block_of.get(parent, _NONE)
-        child = self._roots.get(parent, _NONE) if above == _NONE else self._first_child[above]
+    def _first(self, above: int, root: bytes) -> int:
+        """Return the most recent child of a node, or of a root where `above` is none."""
+        return self._roots.get(root, _NONE) if above == _NONE else self._first_child[above]
+
+    def _children(self, above: int, root: bytes) -> Iterator[int]:
+        child = self._first(above, root)
         while child != _NONE:
             yield child
             child = self._next_sibling[child]
 
-    def _best_child(self, parent: bytes, wanted: array[int]) -> tuple[int, int]:
+    def _best_child(self, above: int, root: bytes, wanted: array[int]) -> tuple[int, int]:
         """Return the child that shares the most leading tokens with `wanted`, and how many; (-1, 0) where none does."""
         best, shared = _NONE, 0
-        for looked_at, child in enumerate(self._children(parent)):
+        for looked_at, child in enumerate(self._children(above, root)):
             if looked_at == MAX_CHILDREN_COMPARED or shared == len(wanted):
                 break
             known = array("I", self._tokens[child] or b"")
@@ -240,10 +275,12 @@ class PrefixIndex:
             AssertionError: one does not hold.
         """
         hung = 0
-        for parent in list(self._roots) + list(self._block_of):
+        parents = [(_NONE, root) for root in self._roots] + [(block, name) for name, block in self._block_of.items()]
+        for above, parent in parents:
             before = _NONE
-            for child in self._children(parent):
-                assert self._parents[child] == parent, f"block {child} hangs on a parent that is not its own"
+            for child in self._children(above, parent):
+                assert self._above[child] == above, f"block {child} hangs on a parent that is not its own"
+                assert self._parents[child] == parent, f"block {child} has another parent's hash"
                 assert self._previous_sibling[child] == before, f"the siblings of block {child} are torn"
                 before = child
                 hung += 1
@@ -259,8 +296,9 @@ class PrefixIndex:
             assert 0 < len(tokens) // 4 <= self._block_size
             if len(tokens) // 4 < self._block_size:
                 assert self._first_child[block] == _NONE, f"block {block} is a tail and has children"
-            above = self._block_of.get(hangs_on)
-            expected = 0 if above is None else self.depths[above] + 1
-            assert (above is not None) != (hangs_on in self._roots), f"the parent of block {block} is not known"
+            above = self._above[block]
+            expected = 0 if above == _NONE else self.depths[above] + 1
+            assert (above == _NONE) == (hangs_on in self._roots), f"the parent of block {block} is not known"
             assert self.depths[block] == expected, f"block {block} has the wrong depth"
-        return 2 * hung + known + 7 * len(self._block_of)
+            assert 0 < self._serials[block] <= self._insertions
+        return 3 * hung + known + 8 * len(self._block_of)

@@ -9,13 +9,13 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from gateway_support import CONTEXT_LENGTH, END, VOCAB_SIZE, Running, error_code, running, write_model
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kilburn.limits import MAX_GRPC_MESSAGE_BYTES
 from kilburn.v1 import engine_pb2 as wire
 from kilburn.v1 import inference_pb2 as api
+from tests.gateway.gateway_support import CONTEXT_LENGTH, END, VOCAB_SIZE, Running, error_code, running, write_model
 
 EOS = api.FINISH_REASON_EOS
 LENGTH = api.FINISH_REASON_LENGTH
@@ -32,13 +32,13 @@ async def gateway(folder: Path, tmp_path: Path) -> AsyncIterator[Running]:
         yield found
 
 
-def request(**fields: Any) -> api.GenerateRequest:  # noqa: ANN401
+def request(**fields: Any) -> api.GenerateRequest:
     if not fields.keys() & {"text", "token_ids", "chat"}:
         fields["text"] = "The capital"
     return api.GenerateRequest(**fields)
 
 
-def start(gateway: Running, message: api.GenerateRequest, **options: Any) -> "asyncio.Task[list[api.GenerateResponse]]":  # noqa: ANN401
+def start(gateway: Running, message: api.GenerateRequest, **options: Any) -> "asyncio.Task[list[api.GenerateResponse]]":
     """Start a call; its task returns all of its messages."""
 
     async def read() -> list[api.GenerateResponse]:
@@ -47,7 +47,7 @@ def start(gateway: Running, message: api.GenerateRequest, **options: Any) -> "as
     return asyncio.create_task(read())
 
 
-async def failure(call: Any) -> grpc.aio.AioRpcError:  # noqa: ANN401
+async def failure(call: Any) -> grpc.aio.AioRpcError:
     """Return the error that a call ends with."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await asyncio.wait_for(call, 5)

@@ -1,6 +1,7 @@
 """What goes wrong around a gateway: memmgr lost or of another model, ports taken, models that are not there yet, its own end."""
 
 import asyncio
+import importlib
 import os
 import signal
 import socket
@@ -15,17 +16,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from gateway_support import (
-    VOCAB_SIZE,
-    Peer,
-    Running,
-    error_code,
-    gateway_config,
-    model_info,
-    running,
-    write_model,
-)
-from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.service import SERVER_OPTIONS, Gateway
@@ -36,6 +26,16 @@ from kilburn.errors import StartError
 from kilburn.limits import PEER_TIMEOUT_SECONDS
 from kilburn.v1 import engine_pb2 as wire
 from kilburn.v1 import inference_pb2 as api
+from tests.gateway.gateway_support import (
+    VOCAB_SIZE,
+    Peer,
+    Running,
+    error_code,
+    gateway_config,
+    model_info,
+    running,
+    write_model,
+)
 
 REQUEST = api.GenerateRequest(text="The capital")
 LENGTH = api.FINISH_REASON_LENGTH
@@ -370,7 +370,9 @@ async def test_a_process_on_a_taken_port(folder: Path, tmp_path: Path) -> None:
 
 def test_every_option_is_one_that_grpc_knows() -> None:
     """gRPC ignores a name that it does not know, without a word."""
-    library = Path(cygrpc.__file__).read_bytes()
+    path = importlib.import_module("grpc._cython.cygrpc").__file__
+    assert path is not None
+    library = Path(path).read_bytes()
     unknown = [name for name, _ in (*SERVER_OPTIONS, *CHANNEL_OPTIONS, *KEEPALIVE_OPTIONS) if name.encode() not in library]
     assert unknown == []
     assert b"grpc.no_such_option" not in library

@@ -8,15 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_support import (
-    CONTEXT_LENGTH,
-    END,
-    VOCAB_SIZE,
-    byte_fallback_tokenizer,
-    metaspace_tokenizer,
-    wordpiece_tokenizer,
-    write_model,
-)
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
@@ -30,6 +21,15 @@ from gateway.tokenizer import Tokenizer, byte_names
 from gateway.validate import SamplingDefaults
 from kilburn.errors import StartError
 from kilburn.v1 import inference_pb2 as api
+from tests.gateway.gateway_support import (
+    CONTEXT_LENGTH,
+    END,
+    VOCAB_SIZE,
+    byte_fallback_tokenizer,
+    metaspace_tokenizer,
+    wordpiece_tokenizer,
+    write_model,
+)
 
 
 def _without_some_bytes() -> Tokenizer:
@@ -145,7 +145,7 @@ def empty_vocabulary(folder: Path) -> None:
     (folder / "merges.txt").write_text("")
 
 
-def damage(name: str, content: str) -> Any:  # noqa: ANN401
+def damage(name: str, content: str) -> Any:
     def write(folder: Path) -> None:
         (folder / name).write_text(content)
 
@@ -167,7 +167,7 @@ def damage(name: str, content: str) -> Any:  # noqa: ANN401
         (damage("tokenizer_config.json", "{"), "tokenizer_config.json is damaged"),
     ],
 )
-def test_a_damaged_folder_is_refused_by_name(tmp_path: Path, do_damage: Any, words: str) -> None:  # noqa: ANN401
+def test_a_damaged_folder_is_refused_by_name(tmp_path: Path, do_damage: Any, words: str) -> None:
     folder = write_model(tmp_path)
     do_damage(folder)
     with pytest.raises(StartError, match=words) as caught:
@@ -206,7 +206,7 @@ def test_encoding_is_that_of_transformers(folder: Path, model: TextModel, text: 
 
 
 @functools.cache
-def reference(folder: Path) -> Any:  # noqa: ANN401
+def reference(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 

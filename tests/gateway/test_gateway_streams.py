@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gateway_support import byte_level_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -20,6 +19,7 @@ from gateway.validate import Checked, Sampling, Stopping
 from kilburn.limits import MAX_GRPC_MESSAGE_BYTES
 from kilburn.v1 import engine_pb2 as wire
 from kilburn.v1 import inference_pb2 as api
+from tests.gateway.gateway_support import byte_level_tokenizer
 
 TOKENIZER = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), eos_token="<|end|>"))
 END = 0
@@ -55,7 +55,7 @@ def stream_of(stop: Sequence[str] = (), include_stop: bool = False, keep: bool =
     return stream
 
 
-def tokens(ids: Sequence[int], offset: int = 0, **fields: Any) -> wire.SequenceTokens:  # noqa: ANN401
+def tokens(ids: Sequence[int], offset: int = 0, **fields: Any) -> wire.SequenceTokens:
     return wire.SequenceTokens(handle=1, offset=offset, token_ids=ids, **fields)
 
 

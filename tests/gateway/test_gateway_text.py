@@ -6,12 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
-from gateway_support import (
-    byte_fallback_tokenizer,
-    byte_level_tokenizer,
-    metaspace_tokenizer,
-    wordpiece_tokenizer,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
@@ -21,6 +15,12 @@ from gateway.text import Decoding, Detokenizer, OutputText, StopMatcher
 from gateway.tokenizer import Tokenizer, byte_names
 from kilburn.config import DEFAULT_MODEL
 from kilburn.models import find_model
+from tests.gateway.gateway_support import (
+    byte_fallback_tokenizer,
+    byte_level_tokenizer,
+    metaspace_tokenizer,
+    wordpiece_tokenizer,
+)
 
 TOKENIZERS = {
     "byte-level": Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer())),

@@ -13,12 +13,12 @@ from kilburn.v1 import inference_pb2 as api
 LIMITS = ModelLimits(context_length=64, vocab_size=100, eos_ids=(2, 7), defaults=SamplingDefaults())
 
 
-def check(limits: ModelLimits = LIMITS, **fields: Any) -> Checked:  # noqa: ANN401
+def check(limits: ModelLimits = LIMITS, **fields: Any) -> Checked:
     fields.setdefault("text", "Hello")
     return validate.check(api.GenerateRequest(**fields), "default", limits, lambda: "drawn", lambda: 99)
 
 
-def refused(**fields: Any) -> CallError:  # noqa: ANN401
+def refused(**fields: Any) -> CallError:
     with pytest.raises(CallError) as caught:
         check(**fields)
     return caught.value

@@ -1,0 +1,139 @@
+"""The pool's state table, exactly, and against a naive model."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memmgr.core.blocks import BlockPool, BlockState
+
+FREE, LIVE, CACHED = BlockState.FREE, BlockState.LIVE, BlockState.CACHED
+
+
+def test_a_new_pool_is_free() -> None:
+    pool = BlockPool(3)
+    assert (pool.free, pool.live, pool.cached, pool.shared, pool.available) == (3, 0, 0, 0, 3)
+    assert [pool.state(block) for block in range(3)] == [FREE, FREE, FREE]
+    assert list(pool.eviction_order()) == []
+    assert pool.check_invariants() > 0
+
+
+def test_blocks_are_given_out_last_freed_first_then_lowest() -> None:
+    pool = BlockPool(4)
+    assert [pool.take(), pool.take(), pool.take()] == [0, 1, 2]
+    for block in (0, 2):
+        assert pool.drop(block)
+        pool.release(block, 0.0)
+    assert [pool.take(), pool.take(), pool.take()] == [2, 0, 3]
+    assert pool.free == 0
+    with pytest.raises(AssertionError, match="no free block"):
+        pool.take()
+
+
+def test_the_state_table() -> None:
+    pool = BlockPool(2)
+    block = pool.take()
+    assert (pool.state(block), pool.references[block], pool.generations[block]) == (LIVE, 1, 1)
+    pool.share(block)
+    assert (pool.state(block), pool.references[block], pool.shared, pool.live) == (LIVE, 2, 1, 1)
+    assert pool.drop(block) is False
+    assert (pool.state(block), pool.references[block], pool.shared, pool.live) == (LIVE, 1, 0, 1)
+    assert pool.drop(block) is True
+    pool.keep(block, 7.5)
+    assert (pool.state(block), pool.stamps[block], pool.live, pool.cached, pool.free) == (CACHED, 7.5, 0, 1, 1)
+    assert (pool.available, pool.oldest()) == (2, block)
+    pool.share(block)  # its content is used again: no new generation
+    assert (pool.state(block), pool.references[block], pool.generations[block], pool.cached) == (LIVE, 1, 1, 0)
+    assert pool.drop(block)
+    pool.keep(block, 8.0)
+    pool.release(block, 9.0)  # evicted
+    assert (pool.state(block), pool.stamps[block], pool.cached, pool.free) == (FREE, 9.0, 0, 2)
+    assert pool.take() == block
+    assert pool.generations[block] == 2
+    pool.check_invariants()
+
+
+def test_what_may_not_be_done() -> None:
+    pool = BlockPool(2)
+    with pytest.raises(AssertionError, match="no reference to drop"):
+        pool.drop(0)
+    with pytest.raises(AssertionError, match="not cached"):
+        pool.share(0)  # a free block holds nothing to share
+    with pytest.raises(AssertionError, match="no cached block"):
+        pool.oldest()
+    block = pool.take()
+    with pytest.raises(AssertionError):
+        pool.keep(block, 0.0)
+    with pytest.raises(AssertionError):
+        pool.release(block, 0.0)
+
+
+def test_the_eviction_order_is_that_of_keeping() -> None:
+    pool = BlockPool(5)
+    for _ in range(5):
+        pool.take()
+    for block in (3, 1, 4, 0):
+        pool.drop(block)
+        pool.keep(block, 0.0)
+    assert list(pool.eviction_order()) == [3, 1, 4, 0]
+    pool.share(1)
+    pool.release(3, 0.0)
+    assert list(pool.eviction_order()) == [4, 0]
+    pool.drop(1)
+    pool.keep(1, 0.0)
+    assert list(pool.eviction_order()) == [4, 0, 1]
+    pool.check_invariants()
+
+
+@pytest.mark.parametrize("field", ["live", "cached", "shared"])
+def test_invariants_see_a_wrong_count(field: str) -> None:
+    pool = BlockPool(3)
+    pool.take()
+    setattr(pool, field, getattr(pool, field) + 1)
+    with pytest.raises(AssertionError):
+        pool.check_invariants()
+
+
+def test_invariants_see_a_lost_reference() -> None:
+    pool = BlockPool(3)
+    pool.take()
+    pool.references[0] = 0
+    with pytest.raises(AssertionError):
+        pool.check_invariants()
+
+
+OPERATIONS = st.sampled_from(["take", "share", "drop-keep", "drop-free", "evict"])
+
+
+@given(st.integers(1, 6), st.lists(st.tuples(OPERATIONS, st.integers(0, 5))))
+def test_any_sequence_of_legal_operations_agrees_with_a_naive_model(total: int, operations: list[tuple[str, int]]) -> None:
+    pool = BlockPool(total)
+    references = dict.fromkeys(range(total), 0)
+    order: list[int] = []
+    for now, (operation, number) in enumerate(operations):
+        block = number % total
+        if operation == "take" and pool.free:
+            taken = pool.take()
+            assert references[taken] == 0
+            assert taken not in order
+            references[taken] = 1
+        elif operation == "share" and (references[block] or block in order):
+            pool.share(block)
+            references[block] += 1
+            if block in order:
+                order.remove(block)
+        elif operation.startswith("drop") and references[block]:
+            references[block] -= 1
+            assert pool.drop(block) is (references[block] == 0)
+            if references[block] == 0:
+                if operation == "drop-keep":
+                    pool.keep(block, float(now))
+                    order.append(block)
+                else:
+                    pool.release(block, float(now))
+        elif operation == "evict" and order:
+            assert pool.oldest() == order[0]
+            pool.release(order.pop(0), float(now))
+        assert list(pool.references) == list(references.values())
+        assert list(pool.eviction_order()) == order
+        assert pool.free + pool.live + pool.cached == pool.total
+        pool.check_invariants()

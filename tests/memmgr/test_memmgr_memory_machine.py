@@ -1,0 +1,314 @@
+"""`Memory` against a naive model: dicts, and a pool whose slots hold the whole prefix that they were computed from.
+
+The model does what the memory says, step by step, as an executor would: poison what fell free, make the copies, write through the
+tables. A slot's value is the tuple of all tokens up to its own, because K and V of a position depend on all of them: so a block
+that is wrongly shared, cloned too late or found under the wrong prefix shows as a wrong value. Tokens are 0 and 1, so that
+prefixes meet all the time.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from memmgr.core.blocks import BlockState
+from memmgr.core.memory import Memory, MemoryCounters
+from memmgr.core.prefix import Lineage, block_hash, root_hash
+
+EXAMPLES = int(os.environ.get("KILBURN_EXAMPLES", "300"))
+ROOTS = [root_hash("model", "tenant", salt) for salt in "ab"]
+POISON = (9,)  # no prefix of zeros and ones
+MOST_SEQUENCES = 4
+
+Prefix = tuple[int, ...]
+
+
+WHICH = st.integers(0, MOST_SEQUENCES - 1)
+
+#: Up to 14 tokens, in one draw: drawing costs more than anything else here.
+BITS = st.integers(2, 2**15 - 1).map(lambda number: [int(bit) for bit in f"{number:b}"[1:]])
+
+
+@lru_cache(None)
+def name_of(root: bytes, prefix: Prefix, size: int) -> bytes:
+    """Return the name of the block that ends with `prefix`."""
+    above = prefix[: (len(prefix) - 1) // size * size]
+    parent = name_of(root, above, size) if above else root
+    return block_hash(parent, array("I", prefix[len(above) :]).tobytes())
+
+
+@dataclass
+class Sequence:
+    """What the model knows of one sequence. `sent`: planned by steps that have ended."""
+
+    root: bytes
+    tokens: list[int]
+    planned: int = 0
+    sent: int = 0
+    orphaned: bool = False  # something that it stands on has left the index
+    writes: list[tuple[int, int]] = field(default_factory=list)  # of this step
+
+    @property
+    def untouched(self) -> bool:
+        return not self.writes and self.planned == self.sent
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    @initialize(total=st.integers(3, 12), size=st.integers(1, 4), prefix_cache=st.sampled_from([True, True, True, False]))
+    def begin(self, total: int, size: int, prefix_cache: bool) -> None:
+        self.memory = Memory(total, size, prefix_cache=prefix_cache, counters=MemoryCounters())
+        self.size, self.total = size, total
+        self.slots: list[list[Prefix]] = [[POISON] * size for _ in range(total)]
+        self.sequences: dict[int, Sequence] = {}
+        self.born = 0
+        self.order: list[int] = []  # cached blocks, the next to be evicted first
+        self.known: dict[tuple[bytes, Prefix], int] = {}
+        self.held: list[int] = []  # sources of this step's copies, in the order in which they were taken
+        self.planning = False  # something was admitted or has grown in this step
+
+    # ------------------------------------------------------------------------------------------------- the rules
+
+    @precondition(lambda self: len(self.sequences) < MOST_SEQUENCES)
+    @rule(
+        prompt=BITS,
+        chunk=st.sampled_from([14, 14, 5, 0]),
+        root=st.sampled_from([0, 0, 0, 1]),
+        reserve=st.sampled_from([0, 0, 1]),
+    )
+    def admit(self, prompt: list[int], chunk: int, root: int, reserve: int) -> None:
+        lineage = Lineage(ROOTS[root], "tenant")
+        whole, part = self.naive_match(ROOTS[root], prompt)
+        admission = self.memory.plan_admission(lineage, array("I", prompt), reserve)
+        live = self.live()
+        needed = -(-(len(prompt) + 1) // self.size) - len(whole)
+        room = self.total - len(live | set(whole)) - reserve
+        assert (admission is not None) == (needed <= room)
+        if admission is None:
+            return
+        assert list(admission.match.blocks) == whole
+        tail = admission.match.tail
+        if admission.match.tail_tokens:
+            assert admission.match.tail_tokens == part
+            self.held.append(tail)
+        else:
+            assert part == 0 or needed + 1 > room
+        before = self.live()
+        self.planning = True
+        table = self.memory.admit(self.born, lineage, admission)
+        self.order = [block for block in self.order if block not in {*whole, tail}]
+        if admission.match.tail_tokens:
+            self.evict(1, before | set(whole) | {tail})
+        sequence = Sequence(ROOTS[root], list(prompt), table.planned)
+        assert table.planned == table.computed == admission.cached_tokens == len(whole) * self.size + (part if tail >= 0 else 0)
+        self.sequences[self.born] = sequence
+        self.born += 1
+        if count := min(chunk, len(prompt) - table.planned):
+            self.extend(self.born - 1, count, [])  # as the scheduler does; else a later rule grows it
+
+    @precondition(lambda self: self.sequences)
+    @rule(which=WHICH, more=BITS)
+    def grow(self, which: int, more: list[int]) -> None:
+        self.extend(self.pick(which), len(more), more)
+
+    def extend(self, key: int, count: int, more: list[int]) -> None:
+        """Grow a table; `more` are the tokens that will be sampled where the known ones end."""
+        sequence, table = self.sequences[key], self.memory.tables[key]
+        length = sequence.planned + count
+        shared = bool(sequence.planned % self.size) and self.holders(table.blocks[-1]) > 1
+        new = -(-length // self.size) - len(table.blocks) + shared
+        growth = self.memory.plan_growth(table, count)
+        assert (growth is not None) == (new <= self.total - len(self.live()))
+        if growth is None:
+            return
+        assert growth.clone == shared
+        if shared:
+            self.held.append(table.blocks[-1])
+        before = self.live()
+        self.planning = True
+        self.memory.grow(growth)
+        self.evict(new, before)
+        sequence.tokens += more[: max(0, length - len(sequence.tokens))]
+        sequence.writes.append((sequence.planned, length))
+        sequence.planned = length
+
+    @precondition(lambda self: 0 < len(self.sequences) < MOST_SEQUENCES)
+    @rule(which=WHICH, more=BITS)
+    def fork(self, which: int, more: list[int]) -> None:
+        if self.planning:
+            self.step(0)  # sequences fork between two steps
+        parent = self.pick(which)
+        sequence = self.sequences[parent]
+        table = self.memory.fork(parent, self.born)
+        assert table.blocks == self.memory.tables[parent].blocks
+        tokens = sequence.tokens[: sequence.planned]
+        self.sequences[self.born] = Sequence(sequence.root, tokens, sequence.planned, sequence.sent, sequence.orphaned)
+        self.born += 1
+        if len(more) % 2:
+            self.extend(self.born - 1, len(more), more)  # the child writes first, else who comes
+
+    @precondition(lambda self: self.sequences)
+    @rule(which=WHICH)
+    def release(self, which: int) -> None:
+        key = self.pick(which)
+        blocks = list(self.memory.tables[key].blocks)
+        sequence = self.sequences.pop(key)
+        self.memory.release(key, array("I", sequence.tokens))
+        self.look()
+        cached = set(self.known.values()) - self.live()
+        self.order += [block for block in reversed(blocks) if block in cached]
+
+    @precondition(lambda self: self.sequences or self.held)  # or a machine without sequences does little else
+    @rule(lag=st.sampled_from([0, 0, 0, 1, 2, 7]))
+    def step(self, lag: int) -> None:
+        """The step leaves, and each sequence's result comes back but for the last `lag` tokens."""
+        self.end_step()
+        for key, sequence in self.sequences.items():
+            computed = max(self.memory.tables[key].computed, sequence.sent - lag)
+            self.memory.acknowledge(self.memory.tables[key], computed, array("I", sequence.tokens))
+            self.look()
+            if self.memory.prefix_cache and not sequence.orphaned:
+                for end in range(self.size, computed + 1, self.size):
+                    assert (sequence.root, tuple(sequence.tokens[:end])) in self.known
+
+    def end_step(self) -> None:
+        step = self.memory.end_step()
+        self.planning = False
+        sources, destinations = {s for s, _ in step.copies}, {d for _, d in step.copies}
+        assert not sources & destinations
+        assert not sources & set(step.freed)
+        assert len(destinations) == len(step.copies)
+        assert len(set(step.freed)) == len(step.freed)
+        for block in step.freed:
+            self.slots[block] = [POISON] * self.size
+        for source, destination in step.copies:
+            self.slots[destination] = list(self.slots[source])
+        for key, sequence in self.sequences.items():
+            for start, end in sequence.writes:
+                for position in range(start, end):
+                    self.write(key, position)
+            sequence.writes.clear()
+            sequence.sent = sequence.planned
+        held, self.held = self.held, []
+        cached = set(self.known.values()) - self.live()
+        self.order += [block for block in dict.fromkeys(held) if block in cached and block not in self.order]
+
+    # ------------------------------------------------------------------------------------------------- the model
+
+    def pick(self, which: int) -> int:
+        return sorted(self.sequences)[which % len(self.sequences)]
+
+    def write(self, key: int, position: int) -> None:
+        """Write one slot through a table, as the executor does."""
+        sequence = self.sequences[key]
+        block, slot = self.memory.tables[key].blocks[position // self.size], position % self.size
+        assert self.holders(block) == 1, "a slot is written that a second table can see"
+        if self.memory.index.hash_of(block) is not None:
+            assert slot >= self.memory.index.filled(block), "a slot is written that the index knows"
+        assert slot == 0 or self.slots[block][slot - 1] == tuple(sequence.tokens[:position])
+        self.slots[block][slot] = tuple(sequence.tokens[: position + 1])
+
+    def holders(self, block: int) -> int:
+        return sum(table.blocks.count(block) for table in self.memory.tables.values())
+
+    def live(self) -> set[int]:
+        return {block for table in self.memory.tables.values() for block in table.blocks} | set(self.held)
+
+    def naive_match(self, root: bytes, prompt: list[int]) -> tuple[list[int], int]:
+        """Return the blocks of the longest run of whole blocks, and how many more tokens some child has."""
+        limit = len(prompt) - 1
+        whole: list[int] = []
+        while (end := (len(whole) + 1) * self.size) <= limit and (root, tuple(prompt[:end])) in self.known:
+            whole.append(self.known[root, tuple(prompt[:end])])
+        if len(prompt) < self.size:
+            return whole, 0
+        start, best = len(whole) * self.size, 0
+        for other, prefix in self.known:
+            if other == root and prefix[:start] == tuple(prompt[:start]) and start < len(prefix) <= start + self.size:
+                shared = 0
+                while start + shared < min(len(prefix), limit) and prefix[start + shared] == prompt[start + shared]:
+                    shared += 1
+                best = max(best, shared)
+        return whole, best
+
+    def evict(self, allocated: int, live: set[int]) -> None:
+        """Take `allocated` blocks: where none is free the oldest goes, and what stands on it."""
+        prefixes = {block: key for key, block in self.known.items()}
+        free = self.total - len(live) - len(self.order)
+        for _ in range(allocated):
+            if free == 0:
+                victim = self.order[0]
+                root, prefix = prefixes[victim]
+                gone = {victim}
+                if len(prefix) % self.size == 0:
+                    gone |= {b for b in self.order if prefixes[b][0] == root and prefixes[b][1][: len(prefix)] == prefix}
+                self.order = [block for block in self.order if block not in gone]
+                free += len(gone)
+            free -= 1
+
+    def look(self) -> None:
+        """Read what the index knows now, and check each entry against what its block really holds."""
+        index = self.memory.index
+        self.known = {}
+        for block in range(self.total):
+            name = index.hash_of(block)
+            if name is None:
+                continue
+            filled = index.filled(block)
+            prefix = self.slots[block][filled - 1]
+            roots = [root for root in ROOTS if name == name_of(root, prefix, self.size)]
+            assert roots, f"block {block} is known for what it does not hold"
+            assert len(prefix) == index.depths[block] * self.size + filled
+            root = roots[0]
+            assert (root, prefix) not in self.known, "one content is known twice"
+            self.known[root, prefix] = block
+        for root, prefix in self.known:
+            above = prefix[: (len(prefix) - 1) // self.size * self.size]
+            assert not above or (root, above) in self.known, "a node's parent is not in the index"
+
+    # -------------------------------------------------------------------------------------------- after each rule
+
+    @invariant()
+    def holds(self) -> None:
+        memory = self.memory
+        memory.check_invariants()
+        self.look()
+        live = self.live()
+        assert list(memory.pool.eviction_order()) == self.order
+        for block in range(self.total):
+            expected = BlockState.LIVE if block in live else BlockState.CACHED if block in self.order else BlockState.FREE
+            assert memory.pool.state(block) is expected
+        assert (memory.pool.live, memory.pool.cached) == (len(live), len(self.order))
+        assert memory.pool.free + memory.pool.live + memory.pool.cached == self.total
+        for key, sequence in self.sequences.items():
+            table = memory.tables[key]
+            assert table.planned == sequence.planned
+            for position in range(sequence.sent):
+                value = self.slots[table.blocks[position // self.size]][position % self.size]
+                if sequence.untouched:
+                    assert value == tuple(sequence.tokens[: position + 1]), "a sequence reads what is not its own"
+            prefixes = [tuple(sequence.tokens[:end]) for end in range(self.size, table.computed + 1, self.size)]
+            if any((sequence.root, prefix) not in self.known for prefix in prefixes[: table.committed]):
+                sequence.orphaned = True
+        counters = memory.counters
+        assert counters.allocated_blocks - counters.freed_blocks == len(live) + len(self.order)
+        if not memory.prefix_cache:
+            assert not self.known
+            assert not self.order
+
+
+def test_memory_agrees_with_a_naive_model() -> None:
+    run_state_machine_as_test(
+        MemoryMachine,
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=60,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+        ),
+    )
