@@ -51,7 +51,7 @@ _FLUSH_SECONDS: Final = 0.5
 #: How often to look for a model that is not there yet.
 _MODEL_POLL_SECONDS: Final = 0.5
 
-_SERVER_OPTIONS: Final = (
+SERVER_OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_GRPC_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_GRPC_MESSAGE_BYTES),
     # Without this a second server on a taken port starts, and gets some of the calls.
@@ -63,7 +63,7 @@ _SERVER_OPTIONS: Final = (
     # Our own pings go on while a request waits in the queue and no data flows; so may the clients'.
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 
 
@@ -140,7 +140,7 @@ class Gateway:
         self._logger.info("stopped")
 
     async def _start_server(self) -> grpc.aio.Server:
-        server = grpc.aio.server(options=_SERVER_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
+        server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
         server.add_generic_rpc_handlers((self._inference.handlers(self._guard),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -276,7 +276,7 @@ async def running(folder: Path, runtime_dir: Path, drain_seconds: float = 0.5) -
                 await asyncio.sleep(0.005)
         async with grpc.aio.insecure_channel(str(gateway.address)) as channel:
             found = Running(folder, config, gateway, peer, channel)
-            await found.until(lambda: serving.done() or (found is not None and found.serving), 20)
+            await found.until(lambda: serving.done() or (found is not None and found.serving), 60)
             yield found
     finally:
         gateway.stop()

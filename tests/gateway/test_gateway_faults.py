@@ -1,6 +1,7 @@
 """What goes wrong around a gateway: memmgr lost or of another model, ports taken, models that are not there yet, its own end."""
 
 import asyncio
+import importlib
 import os
 import signal
 import socket
@@ -17,9 +18,9 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.service import Gateway
+from gateway.service import SERVER_OPTIONS, Gateway
 from kilburn import log
-from kilburn.client import Client
+from kilburn.client import CHANNEL_OPTIONS, KEEPALIVE_OPTIONS, Client
 from kilburn.config import Address, GatewayConfig, LogConfig
 from kilburn.errors import StartError
 from kilburn.limits import PEER_TIMEOUT_SECONDS
@@ -365,3 +366,13 @@ async def test_a_process_on_a_taken_port(folder: Path, tmp_path: Path) -> None:
     assert child.returncode == 2
     assert f"can't listen on 127.0.0.1:{port}" in errors.splitlines()[-1]
     assert "Traceback" not in errors
+
+
+def test_every_option_is_one_that_grpc_knows() -> None:
+    """gRPC ignores a name that it does not know, without a word."""
+    path = importlib.import_module("grpc._cython.cygrpc").__file__
+    assert path is not None
+    library = Path(path).read_bytes()
+    unknown = [name for name, _ in (*SERVER_OPTIONS, *CHANNEL_OPTIONS, *KEEPALIVE_OPTIONS) if name.encode() not in library]
+    assert unknown == []
+    assert b"grpc.no_such_option" not in library
