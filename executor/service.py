@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import zmq
 
@@ -29,7 +29,6 @@ from kilburn.wire.envelope import new_incarnation
 from kilburn.wire.link import Link
 from kilburn.wire.sockets import dealer
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from executor.runner import Runner
 
