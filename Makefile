@@ -22,20 +22,18 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml
 	@echo "installing into $(VENV); the first time takes some minutes, torch is large"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]'
 	@touch $@
 
 demo: $(STAMP)
 	$(BIN)/python -m cli.demo
 
-# The default model is made first, so that no test waits for it; then the tests that need neither it nor processes.
+# The default model is made first, so that no test waits for it; tests/conftest.py puts the quick tests before the others.
 test: $(STAMP)
 	$(BIN)/python -m cli fetch
-	$(BIN)/python -m pytest -m "not (model or processes)"
-	$(BIN)/python -m pytest -m "model or processes"
+	$(BIN)/python -m pytest
 
 exact: $(STAMP)
-	$(BIN)/python -m cli fetch
 	$(BIN)/python -m tests.e2e.exact
 
 clean:

@@ -33,7 +33,7 @@ _LOOK_AFTER_TOKENS: Final = 4
 #: The first run fetches and converts the model; `up` shows how far it is.
 _START_TIMEOUT_SECONDS: Final = 1200
 _ANSWER_TIMEOUT_SECONDS: Final = 120
-_STOP_TIMEOUT_SECONDS: Final = 60
+_STOP_TIMEOUT_SECONDS: Final = 75
 
 _READY: Final = re.compile(r"ready: gateway (\S+), admin (\S+), model (.+)\n")
 

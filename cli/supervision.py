@@ -22,7 +22,7 @@ from kilburn.wire import endpoints
 CONFIGURATION: Final = Path(__file__).with_name("supervisord.conf")
 
 #: All three programs' stopwaitsecs and a margin; then what is left is killed.
-STOP_TIMEOUT_SECONDS: Final = 50.0
+STOP_TIMEOUT_SECONDS: Final = 60.0
 
 #: How long killed processes may take to be gone.
 _KILL_TIMEOUT_SECONDS: Final = 5.0

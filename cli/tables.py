@@ -22,7 +22,7 @@ def show_pool(pool: admin_pb2.Pool, console: Console | None = None) -> None:
         "utilization": f"{pool.utilization:.1%} of the live blocks' slots; reserving ahead would give "
         f"{pool.contiguous_utilization:.1%}",
         "sequences": f"{pool.running:,} running, {pool.waiting:,} waiting, {pool.swapped:,} swapped",
-        "connected": f"{'an' if pool.executor_connected else 'no'} executor, {pool.gateways_connected} gateways",
+        "connected": f"executor {'yes' if pool.executor_connected else 'no'}, gateways {pool.gateways_connected}",
         "step": f"{pool.step:,}",
     }
     table = Table("pool", "", show_edge=False, pad_edge=False)

@@ -122,12 +122,13 @@ def _model(
             ignore_mismatched_sizes=True,  # they are listed then, and refused by name below
             output_loading_info=True,
         )
+        model = model.to(device).eval().requires_grad_(False)
     except Exception as error:
         raise StartError(f"{folder} can't be loaded: {_first_line(error)}") from error
     _check_loaded(folder, info)
     if model.dtype not in _DTYPES.values():
         raise StartError(f"{folder} holds {model.dtype} weights; give --dtype")
-    return model.to(device).eval().requires_grad_(False)
+    return model
 
 
 def _check_loaded(folder: Path, info: dict[str, Any]) -> None:

@@ -83,11 +83,11 @@ def _race(quads: Tensor, chosen: Tensor, cutoffs: Tensor, keys: Keys, best: Tens
     members = quads.shape[1]
     whole = chosen.sum(dim=-1) > members * _WHOLE_SHARE
     everyone = torch.arange(members, device=quads.device)[None]
-    for rows in whole.nonzero().split(max(1, _TILE // members)):
+    for rows in torch.split(whole.nonzero(), max(1, _TILE // members)):
         logits = quads[rows[:, 0]]
         best, winners = _contest(logits, keys.draw(rows, everyone), rows, everyone, cutoffs, best, winners)
     rows, picked = chosen.logical_and_(whole.logical_not_()[:, None]).nonzero(as_tuple=True)
-    for row, quad in zip(rows.split(_TILE), picked.split(_TILE), strict=True):
+    for row, quad in zip(torch.split(rows, _TILE), torch.split(picked, _TILE), strict=True):
         best, winners = _contest(quads[row, quad], keys.draw(row, quad), row, quad, cutoffs, best, winners)
     return best, winners
 

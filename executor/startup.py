@@ -58,13 +58,12 @@ def ready(config: ExecutorConfig, incarnation: int, progress: Progress, log: Log
     transformers.logging.disable_progress_bar()
     device = find_device(config.device)
     try:
-        backend = create(config.attention, device)
+        backend = create(config.attention)
     except BackendError as error:
         raise StartError(str(error)) from error
     if device.type == "cpu" and config.pool_dir is not None:
         check_pool_dir(config.pool_dir)
     folder = ensure_model(config.model)
-    began = time.monotonic()
     model = load(
         folder,
         device=device,
@@ -73,8 +72,9 @@ def ready(config: ExecutorConfig, incarnation: int, progress: Progress, log: Log
         block_size=config.block_size,
         max_model_len=config.max_model_len,
     )
-    loaded = time.monotonic()
-    with _pool(config, model, backend, folder, incarnation, log) as (pool, info):
+    size = _pool_size(config, model, backend)
+    info = _model_info(config, model, backend, folder, size.blocks)
+    with _pool(config, model, backend, info, incarnation) as pool:
         limits = Limits(
             num_blocks=info.total_blocks,
             block_size=info.block_size,
@@ -99,7 +99,12 @@ def ready(config: ExecutorConfig, incarnation: int, progress: Progress, log: Log
             device=info.device,
             attention=info.attention_backend,
             context=info.context_length,
-            load_seconds=round(loaded - began, 2),
+            blocks=info.total_blocks,
+            block_size=info.block_size,
+            pool_mib=round(pool.spec.bytes / MIB, 1),
+            pool_sized_by=size.reason,
+            pool_file=str(pool.path),
+            weights_mib=round(model.model.get_memory_footprint() / MIB, 1),
         )
         yield Ready(runner, info, limits)
 
@@ -124,51 +129,49 @@ def find_device(name: str) -> torch.device:
     return torch.device("cuda", int(number or 0))
 
 
-@contextmanager
-def _pool(
-    config: ExecutorConfig, model: LoadedModel, backend: AttentionBackend[Any], folder: Path, incarnation: int, log: Logger
-) -> Iterator[tuple[Pool, ModelInfo]]:
-    layout = backend.layout(model.shape)
-    frame_bytes = layout.frame_bytes(model.shape.dtype)
+def _pool_size(config: ExecutorConfig, model: LoadedModel, backend: AttentionBackend[Any]) -> sizing.Size:
     demand = sizing.Demand(
-        frame_bytes=frame_bytes,
+        frame_bytes=backend.layout(model.shape).frame_bytes(model.shape.dtype),
         num_blocks=config.num_blocks,
         kv_memory_bytes=config.kv_memory_bytes,
         most_useful_blocks=config.max_running * -(-model.context_length // config.block_size),
     )
     if model.device.type == "cpu":
-        size = sizing.cpu_blocks(demand, sizing.free_memory_bytes(), free_bytes(config.pool_dir))
-    else:
-        size = sizing.cuda_blocks(demand, torch.cuda.mem_get_info(model.device)[0])
-    info = ModelInfo(
-        name=config.model if "/" not in config.model else folder.name,
+        return sizing.cpu_blocks(demand, sizing.free_memory_bytes(), free_bytes(config.pool_dir))
+    return sizing.cuda_blocks(demand, torch.cuda.mem_get_info(model.device)[0])
+
+
+def _model_info(
+    config: ExecutorConfig, model: LoadedModel, backend: AttentionBackend[Any], folder: Path, blocks: int
+) -> ModelInfo:
+    return ModelInfo(
+        name=folder.resolve().name if Path(config.model).expanduser().is_dir() else config.model,
         fingerprint=fingerprint(folder),
-        context_length=min(model.context_length, size.blocks * config.block_size),
+        context_length=min(model.context_length, blocks * config.block_size),
         vocab_size=model.vocab_size,
         block_size=config.block_size,
-        total_blocks=size.blocks,
-        bytes_per_block=frame_bytes,
+        total_blocks=blocks,
+        bytes_per_block=backend.layout(model.shape).frame_bytes(model.shape.dtype),
         dtype=_DTYPE_NAMES[model.shape.dtype],
         device=str(model.device),
         attention_backend=backend.name,
     )
+
+
+@contextmanager
+def _pool(
+    config: ExecutorConfig, model: LoadedModel, backend: AttentionBackend[Any], info: ModelInfo, incarnation: int
+) -> Iterator[Pool]:
+    layout = backend.layout(model.shape)
     header = PoolHeader(version=HEADER_VERSION, model=info, layout=layout.name, executor_incarnation=incarnation)
-    spec = PoolSpec(size.blocks, layout.elements, model.shape.dtype)
+    spec = PoolSpec(info.total_blocks, layout.elements, model.shape.dtype)
     if model.device.type == "cpu":
         pool = shared_pool(spec, pool_path(config.pool_dir, config.runtime_dir), header)
     else:
         pool = device_pool(spec, model.device, header)
-    log.info(
-        "pool",
-        blocks=size.blocks,
-        block_size=config.block_size,
-        mib=round(spec.bytes / MIB, 1),
-        sized_by=size.reason,
-        file=str(pool.path) if pool.path else None,
-    )
     try:
         if config.poison:
             pool.poison()
-        yield pool, info
+        yield pool
     finally:
         pool.close()

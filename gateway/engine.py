@@ -84,9 +84,6 @@ class Engine:
         self._by_name: dict[tuple[str, str], RequestStream] = {}
         self._by_handle: dict[int, RequestStream] = {}  # submitted and not ended
         self._outbox: deque[Message] = deque()
-        self._peer = 0  # the last incarnation of the memory manager that we were connected to
-        # Requests that it may still run though we lost it: cancelled if it turns out to have been silent only.
-        self._orphans: list[int] = []
 
     # ------------------------------------------------------------------------------------------------ what is served
 
@@ -253,10 +250,6 @@ class Engine:
 
     def _connected(self) -> None:
         self._logger.info("connected to the memory manager", incarnation=f"{self._link.peer:016x}")
-        if self._link.peer == self._peer:
-            self._outbox.extend(wire.Cancel(handle=handle) for handle in self._orphans)
-        self._orphans = []
-        self._peer = self._link.peer
         self._judge()
 
     def _notice_loss(self) -> None:
@@ -264,8 +257,7 @@ class Engine:
             return
         self._losses = self._link.losses
         self._logger.warning("lost the memory manager", open_requests=self.live)
-        self._orphans.extend(self._by_handle)
-        self._by_handle.clear()
+        self._by_handle.clear()  # a memory manager that was silent only ends them itself at our next hello
         self._outbox.clear()
         self._state = None
         self.end_all(CallError(Code.MEMMGR_LOST, _LOST))

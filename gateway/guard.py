@@ -17,7 +17,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -29,6 +29,10 @@ from kilburn.log import Logger
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT")
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+#: Between a failed write and the word that its client has gone.
+_CANCELLATION_SECONDS: Final = 1.0
 
 
 class _Malformed:
@@ -82,7 +86,7 @@ class Guard:
             try:
                 if isinstance(request, _Malformed):
                     raise CallError(Code.MALFORMED_MESSAGE, "the message can't be parsed: damaged, or text that is not UTF-8")
-                return await method(request, context)
+                return await _until_gone(method(request, context))
             except CallError as refusal:
                 await _abort(context, refusal)
             except grpc.aio.BaseError:
@@ -105,6 +109,15 @@ class Guard:
             self._running -= 1
             if self._running == 0:
                 self.idle.set()
+
+
+async def _until_gone(call: Awaitable[ResponseT]) -> ResponseT:
+    """Await a call; where a write fails, wait for the cancellation that says why: its client has gone."""
+    try:
+        return await call
+    except grpc.aio.InternalError:
+        await asyncio.sleep(_CANCELLATION_SECONDS)
+        raise
 
 
 async def _abort(context: Context, refusal: CallError) -> None:

@@ -1,12 +1,12 @@
 """What each call of `kilburn.v1.Inference` does: joins validation, tokenizer, streams and engine. Knows no sockets.
 
 Work that could hold up the event loop (a long prompt's tokenizing, a long text's decoding, a chat template) is done by a few
-threads; the calls that wait for one are bounded by the calls that the server takes at all.
+threads; what waits for one is bounded by the calls that the server takes at all.
 """
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -18,6 +18,7 @@ from gateway.errors import CallError, Code
 from gateway.guard import Context, Guard
 from gateway.model import TextModel
 from gateway.streams import RequestStream
+from gateway.tokenizer import Tokenizer
 from gateway.validate import Checked, ModelLimits
 from kilburn.limits import MAX_GRPC_MESSAGE_BYTES
 from kilburn.v1 import engine_pb2 as wire
@@ -29,6 +30,13 @@ SERVICE_NAME: Final = api.DESCRIPTOR.services_by_name["Inference"].full_name
 
 #: Characters or ids below which work is done in place: a millisecond at most, and a thread's hand-over costs a tenth of one.
 _SMALL: Final = 1024
+
+#: From here on one at a time, in a thread of its own, so that prompts of ordinary length do not wait behind them: two million
+#: tokens, the most that a message can hold, take seconds and 800 MB.
+_HUGE: Final = 256 * 1024
+
+#: Threads for work of ordinary size: it runs outside Python's lock, and the machine's processors are the executor's.
+_THREADS: Final = 2
 
 #: Sequences and beams that one request may ask for.
 _MAX_N: Final = 1
@@ -56,10 +64,16 @@ class Sources:
 class Inference:
     """See the module. `backend` is set, once, by the service."""
 
-    def __init__(self, sources: Sources, threads: Executor) -> None:
+    def __init__(self, sources: Sources) -> None:
         self.backend: Backend | None = None
         self._sources = sources
-        self._threads = threads
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
+        self._thread_for_huge = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-huge")
+
+    def close(self) -> None:
+        """Let the threads end; what they are doing has nobody left to wait for it."""
+        for threads in (self._threads, self._thread_for_huge):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def handlers(self, guard: Guard) -> grpc.GenericRpcHandler:
         """Return the service for a server."""
@@ -86,7 +100,7 @@ class Inference:
         stream = RequestStream(checked, text.tokenizer.decoding(checked.keep_special_tokens), arrived, self._sources.clock)
         engine.open(stream)
         try:
-            ids, prompt = await self._prompt(text, request)
+            ids, prompt = await self._prompt(text.tokenizer, request, limits)
             validate.check_prompt(ids, limits)
             if checked.echo and prompt is None:
                 prompt = await self._work(len(ids), lambda: text.tokenizer.decode(ids, checked.keep_special_tokens))
@@ -111,12 +125,14 @@ class Inference:
 
     async def tokenize(self, request: api.TokenizeRequest, context: Context) -> api.TokenizeResponse:
         """Return a text's ids."""
-        text = self._backend().text
+        tokenizer = self._backend().text.tokenizer
         if request.WhichOneof("input") == "chat":
             validate.check_chat(request.chat)
-            ids = await self._encode_chat(text, request.chat)
+            text = await self._render(tokenizer, request.chat)
         else:
-            ids = await self._encode_text(text, request.text, special_tokens=not request.no_special_tokens)
+            text = request.text
+        wants_special = request.WhichOneof("input") == "text" and not request.no_special_tokens
+        ids = await self._work(len(text), lambda: tokenizer.encode(text, wants_special))
         return _bounded(api.TokenizeResponse(ids=ids), "ids")
 
     async def detokenize(self, request: api.DetokenizeRequest, context: Context) -> api.DetokenizeResponse:
@@ -152,26 +168,28 @@ class Inference:
             raise CallError(Code.NOT_SERVING, "not serving: the model is not loaded yet; try again")
         return self.backend
 
-    async def _prompt(self, text: TextModel, request: api.GenerateRequest) -> tuple[list[int], str | None]:
-        """Return the prompt's ids, and its text where that was given rather than made from ids."""
+    async def _prompt(
+        self, tokenizer: Tokenizer, request: api.GenerateRequest, limits: ModelLimits
+    ) -> tuple[list[int], str | None]:
+        """Return the prompt's ids, and its text where that was given as such."""
         kind = request.WhichOneof("input")
         if kind == "token_ids":
             return list(request.token_ids.ids), None
-        if kind == "chat":
-            return await self._encode_chat(text, request.chat), None
-        return await self._encode_text(text, request.text, special_tokens=True), request.text
+        # A template writes the special tokens itself.
+        text = request.text if kind == "text" else await self._render(tokenizer, request.chat)
+        validate.check_least_tokens(tokenizer.least_tokens(text), limits)
+        ids = await self._work(len(text), lambda: tokenizer.encode(text, special_tokens=kind == "text"))
+        return ids, request.text if kind == "text" else None
 
-    async def _encode_text(self, text: TextModel, prompt: str, special_tokens: bool) -> list[int]:
-        return await self._work(len(prompt), lambda: text.tokenizer.encode(prompt, special_tokens))
-
-    async def _encode_chat(self, text: TextModel, chat: api.Chat) -> list[int]:
-        # The template writes the special tokens.
-        return await self._work(chat.ByteSize(), lambda: text.tokenizer.encode(text.tokenizer.render(chat), False))
+    async def _render(self, tokenizer: Tokenizer, chat: api.Chat) -> str:
+        return await self._work(chat.ByteSize(), lambda: tokenizer.render(chat))
 
     async def _work(self, size: int, work: Callable[[], ResultT]) -> ResultT:
+        """Do what takes time in proportion to `size`, characters or ids, without holding up the event loop."""
         if size < _SMALL:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        threads = self._threads if size < _HUGE else self._thread_for_huge
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def _deadline(self, context: Context) -> float:
         """Return the call's deadline in Unix seconds, 0 for none."""

@@ -10,12 +10,9 @@ early). A message has at most 4 MiB either way.
 
 import asyncio
 import itertools
-import os
 import secrets
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -37,16 +34,13 @@ from kilburn.limits import MAX_GRPC_MESSAGE_BYTES, PROTOCOL
 from kilburn.log import Logger
 from kilburn.models import find_model
 from kilburn.v1.engine_pb2 import GatewayHello
-from kilburn.wire.endpoints import check_endpoint, lock
+from kilburn.wire.endpoints import check_endpoint, lock, publish_address
 from kilburn.wire.envelope import new_incarnation
 from kilburn.wire.link import Link
 from kilburn.wire.sockets import dealer
 
 #: Calls at once; more get RESOURCE_EXHAUSTED. Far above what a memory manager queues, far below what memory can hold.
 _MAX_CALLS: Final = 4096
-
-#: Threads for tokenizing: they run outside Python's lock, and the machine's processors are the executor's.
-_TOKENIZER_THREADS: Final = 2
 
 #: How long running calls may go on after a SIGTERM: less than the ten seconds after which supervisors and Docker kill.
 DRAIN_SECONDS: Final = 7.0
@@ -57,10 +51,7 @@ _FLUSH_SECONDS: Final = 0.5
 #: How often to look for a model that is not there yet.
 _MODEL_POLL_SECONDS: Final = 0.5
 
-#: In the runtime folder while the gateway runs: HOST:PORT, for who has to find the port behind port 0.
-ADDRESS_FILE: Final = "gateway.address"
-
-_SERVER_OPTIONS: Final = (
+SERVER_OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_GRPC_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_GRPC_MESSAGE_BYTES),
     # Without this a second server on a taken port starts, and gets some of the calls.
@@ -72,7 +63,7 @@ _SERVER_OPTIONS: Final = (
     # Our own pings go on while a request waits in the queue and no data flows; so may the clients'.
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 
 
@@ -117,10 +108,9 @@ class Gateway:
         self._hurry = asyncio.Event()
         self._changed = asyncio.Event()  # whether we serve
         self._guard = Guard(logger)
-        self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self._health = health.aio.HealthServicer()
         sources = Sources(time.monotonic, time.time, lambda: secrets.token_hex(16), lambda: secrets.randbits(64))
-        self._inference = Inference(sources, self._threads)
+        self._inference = Inference(sources)
 
     def stop(self) -> None:
         """Take no more calls, let the running ones finish for a while, then end."""
@@ -137,19 +127,20 @@ class Gateway:
             StartError: as `run`.
         """
         server = await self._start_server()
-        address_file = self._config.runtime_dir / ADDRESS_FILE
+        published: Path | None = None
         try:
-            _write_atomically(address_file, f"{self.address}\n")
+            published = publish_address(self._config.runtime_dir, "gateway", str(self.address))
             self._logger.info("listening", address=str(self.address))
             await self._serve_until_stopped(server)
         finally:
             await server.stop(None)
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            address_file.unlink(missing_ok=True)
+            self._inference.close()
+            if published is not None:
+                published.unlink(missing_ok=True)
         self._logger.info("stopped")
 
     async def _start_server(self) -> grpc.aio.Server:
-        server = grpc.aio.server(options=_SERVER_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
+        server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
         server.add_generic_rpc_handlers((self._inference.handlers(self._guard),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -230,8 +221,9 @@ class Gateway:
     async def _drain(self, server: grpc.aio.Server) -> None:
         """End the server: new calls are refused from here on, running ones have their time, then an error of their own."""
         self._logger.info("draining", seconds=self._drain_seconds)
-        await self._health.enter_graceful_shutdown()
         stopping = asyncio.create_task(server.stop(self._drain_seconds + _FLUSH_SECONDS))
+        await asyncio.sleep(0)  # it refuses new calls from its first step on: before anyone hears that we do
+        await self._health.enter_graceful_shutdown()
         idle = asyncio.create_task(self._guard.idle.wait())
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait({idle, hurry}, timeout=self._drain_seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -242,19 +234,3 @@ class Gateway:
         await stopping
         for task in (idle, hurry):
             task.cancel()
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Write a file so that nobody sees a part of it.
-
-    Raises:
-        StartError: it can't be written.
-    """
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        part.write_text(text, encoding="ascii")
-        part.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise StartError(f"can't write {path}: {error.strerror}") from error

@@ -203,7 +203,7 @@ class RequestStream:
             CallError: the request was ended by an error.
         """
         while not self._done:
-            response = self._take()
+            response = self.take()
             if response is not None:
                 return response
             self.check()
@@ -211,8 +211,8 @@ class RequestStream:
             await self._changed.wait()
         return None
 
-    def _take(self) -> api.GenerateResponse | None:
-        """Return a message with what is there, if anything is."""
+    def take(self) -> api.GenerateResponse | None:
+        """Return the next message, if there is anything for one."""
         index = self._ready_index()
         if index is None:
             return None

@@ -160,6 +160,20 @@ def check_prompt(ids: Sequence[int], limits: ModelLimits) -> None:
     check_ids(ids, limits.vocab_size, "token_ids")
 
 
+def check_least_tokens(least: int, limits: ModelLimits) -> None:
+    """Refuse a text by the least number of tokens that it has, before seconds and hundreds of megabytes go into finding them.
+
+    Raises:
+        CallError: it can't fit.
+    """
+    if least >= limits.context_length:
+        raise CallError(
+            Code.PROMPT_TOO_LONG,
+            f"the prompt has at least {least} tokens; with one token of output the context holds {limits.context_length - 1}",
+            "input",
+        )
+
+
 def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
     """Check that ids are of the vocabulary.
 

@@ -21,15 +21,16 @@ from kernels.interface import AttentionRule, CacheShape, FrameLayout, KvCache, L
 #: Float32 numbers in one temporary (gathered keys, or scores): 64 MiB. More is split.
 _MAX_ELEMENTS: Final = 16 * 1024 * 1024
 
+#: Decodes are padded to at most twice their context, or to twice this, below which another group costs more than the padding.
+_SHORT: Final = 128
+
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """Where the keys of some sequences lie: `blocks` and `offsets` are [sequences, width]; `visible` masks the padding."""
+    """Where the keys of some sequences lie, [sequences, width]: positions first .. context - 1, then the last one repeated."""
 
     blocks: Tensor
     offsets: Tensor
-    first: Tensor  # [sequences]: the position of column 0
-    lengths: Tensor  # [sequences]: columns that are no padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,30 +39,26 @@ class _Decodes:
 
     sequences: Tensor  # [n] int64
     gather: _Gather
-    hidden: Tensor | None  # [n, 1, 1, width], where contexts differ
+    hidden: Tensor | None  # [n, 1, 1, width]: the repeated ones, where there are any
 
 
 @dataclass(slots=True)
 class PreparedStep:
-    """A step's indexes. Those of the gathers depend on the layer's window and size and are made at their first use."""
+    """A step's indexes. Those of the gathers depend on the layer's window and shape, and are made at their first use."""
 
     cache: KvCache
     rows: StepRows
     write_blocks: Tensor
     write_offsets: Tensor
-    contexts: Tensor  # [sequences] int64
     views: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     decodes: dict[tuple[int | None, LayerShape], list[_Decodes]] = field(default_factory=dict)
-    chunks: dict[tuple[int, int | None], _Gather] = field(default_factory=dict)
+    chunks: dict[tuple[int, int], _Gather] = field(default_factory=dict)
 
 
 class ReferenceBackend:
     """See the module."""
 
     name = "reference"
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
 
     def layout(self, shape: CacheShape) -> FrameLayout:
         """Return the frame's size: exactly K and V of all layers."""
@@ -75,7 +72,6 @@ class ReferenceBackend:
             rows=rows,
             write_blocks=rows.write_slots // block_size,
             write_offsets=rows.write_slots % block_size,
-            contexts=torch.tensor(rows.context_lengths, dtype=torch.int64, device=self._device),
         )
 
     def write_kv(self, prepared: PreparedStep, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -121,16 +117,17 @@ def _views(prepared: PreparedStep, layer: int) -> tuple[Tensor, Tensor]:
     return found
 
 
-def _gather(prepared: PreparedStep, sequences: Tensor, first: Tensor) -> _Gather:
+def _gather(prepared: PreparedStep, sequences: list[int], first: list[int]) -> _Gather:
     """Index the positions from `first` to the end of each sequence's context."""
-    contexts = prepared.contexts[sequences]
-    lengths = contexts - first
-    width = int(lengths.max())
-    columns = torch.arange(width, device=first.device)
-    positions = torch.minimum(first[:, None] + columns, contexts[:, None] - 1)
-    block_size = prepared.cache.shape.block_size
-    blocks = torch.gather(prepared.rows.tables[sequences].long(), 1, positions // block_size)
-    return _Gather(blocks, positions % block_size, first, lengths)
+    tables, block_size = prepared.rows.tables, prepared.cache.shape.block_size
+    contexts = [prepared.rows.context_lengths[sequence] for sequence in sequences]
+    width = max(context - start for context, start in zip(contexts, first, strict=True))
+    starts, last, members = torch.tensor(
+        [first, [context - 1 for context in contexts], sequences], dtype=torch.int64, device=tables.device
+    )
+    positions = torch.minimum(starts[:, None] + torch.arange(width, device=tables.device), last[:, None])
+    blocks = tables[members[:, None], positions // block_size].long()
+    return _Gather(blocks, positions % block_size)
 
 
 def _decode_groups(prepared: PreparedStep, shape: LayerShape, window: int | None) -> list[_Decodes]:
@@ -142,7 +139,9 @@ def _decode_groups(prepared: PreparedStep, shape: LayerShape, window: int | None
         order = sorted(range(len(seen)), key=seen.__getitem__)
         elements = shape.kv_heads * max(shape.key_size, shape.value_size)
         while order:
-            size = max(1, min(len(order), _MAX_ELEMENTS // (elements * seen[order[-1]])))
+            longest = seen[order[-1]]
+            alike = sum(2 * max(seen[member], _SHORT) >= longest for member in order)
+            size = max(1, min(alike, _MAX_ELEMENTS // (elements * longest)))
             groups.append(_decode_group(prepared, order[-size:], window))
             del order[-size:]
         prepared.decodes[window, shape] = groups
@@ -150,14 +149,15 @@ def _decode_groups(prepared: PreparedStep, shape: LayerShape, window: int | None
 
 
 def _decode_group(prepared: PreparedStep, members: list[int], window: int | None) -> _Decodes:
-    sequences = torch.tensor(members, dtype=torch.int64, device=prepared.contexts.device)
-    contexts = prepared.contexts[sequences]
-    first = torch.zeros_like(contexts) if window is None else (contexts - window).clamp(min=0)
-    gather = _gather(prepared, sequences, first)
-    width = gather.blocks.shape[1]
-    hidden = torch.arange(width, device=first.device) >= gather.lengths[:, None]
-    padded = len({_seen(prepared.rows.context_lengths[member], window) for member in members}) > 1
-    return _Decodes(sequences, gather, hidden[:, None, None, :] if padded else None)
+    device = prepared.rows.tables.device
+    contexts = [prepared.rows.context_lengths[member] for member in members]
+    seen = [_seen(context, window) for context in contexts]
+    gather = _gather(prepared, members, [context - length for context, length in zip(contexts, seen, strict=True)])
+    hidden = None
+    if min(seen) < max(seen):
+        columns = torch.arange(max(seen), device=device)
+        hidden = (columns >= torch.tensor(seen, device=device)[:, None])[:, None, None, :]
+    return _Decodes(torch.tensor(members, dtype=torch.int64, device=device), gather, hidden)
 
 
 def _attend_decodes(prepared: PreparedStep, layer: int, queries: Tensor, group: _Decodes, rule: AttentionRule) -> Tensor:
@@ -171,36 +171,29 @@ def _attend_decodes(prepared: PreparedStep, layer: int, queries: Tensor, group: 
 def _attend_chunk(
     prepared: PreparedStep, layer: int, sequence: int, queries: Tensor, output: Tensor, rule: AttentionRule
 ) -> None:
-    gather = _chunk_gather(prepared, sequence, rule.window)
-    keys, values = _fetch(prepared, layer, gather)  # [1, kv_heads, width, size]
-    kv_heads, width = keys.shape[1:3]
     rows, q_heads = queries.shape[:2]
     context = prepared.rows.context_lengths[sequence]
-    columns = torch.arange(width, device=queries.device) + gather.first
+    first = 0 if rule.window is None else max(0, context - rows - rule.window + 1)
+    gather = prepared.chunks.get((sequence, first))
+    if gather is None:
+        gather = prepared.chunks[sequence, first] = _gather(prepared, [sequence], [first])
+    keys, values = _fetch(prepared, layer, gather)  # [1, kv_heads, width, size]
+    kv_heads, width = keys.shape[1:3]
+    columns = torch.arange(first, context, device=queries.device)
     step = max(1, _MAX_ELEMENTS // (q_heads * width))
     for start in range(0, rows, step):
         part = queries[start : start + step].float()
         count = part.shape[0]
         # Row-major inside a head's group, [kv_heads, q per kv * rows, size], so that one product serves a whole group.
         grouped = part.transpose(0, 1).reshape(1, kv_heads, -1, part.shape[-1])
-        positions = torch.arange(context - rows + start, context - rows + start + count, device=queries.device)[:, None]
+        begin = context - rows + start
+        positions = torch.arange(begin, begin + count, device=queries.device)[:, None]
         hidden = columns > positions
         if rule.window is not None:
             hidden |= columns <= positions - rule.window
         hidden = hidden.repeat(q_heads // kv_heads, 1)
         out = _attend(grouped, keys, values, hidden, rule, _grouped_sinks(rule, kv_heads, count))
         output[start : start + count] = out.reshape(q_heads, count, -1).transpose(0, 1)
-
-
-def _chunk_gather(prepared: PreparedStep, sequence: int, window: int | None) -> _Gather:
-    gather = prepared.chunks.get((sequence, window))
-    if gather is None:
-        first_row = prepared.rows.context_lengths[sequence] - prepared.rows.query_lengths[sequence]
-        first = 0 if window is None else max(0, first_row - window + 1)
-        device = prepared.contexts.device
-        gather = _gather(prepared, torch.tensor([sequence], device=device), torch.tensor([first], device=device))
-        prepared.chunks[sequence, window] = gather
-    return gather
 
 
 def _fetch(prepared: PreparedStep, layer: int, gather: _Gather) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,6 @@
-"""Backends by name. Knows which exist and which device each is for; imports a backend only when it is asked for."""
+"""Backends by name. Knows which exist; imports one only when it is asked for."""
 
 from typing import Any, Final
-
-import torch
 
 from kernels.interface import AttentionBackend
 
@@ -11,11 +9,11 @@ NAMES: Final = ("auto", "reference", *_NOT_YET)
 
 
 class BackendError(ValueError):
-    """There is no such backend, or not on this device: one line for people."""
+    """There is no such backend: one line for people."""
 
 
-def create(name: str, device: torch.device) -> AttentionBackend[Any]:
-    """Return the backend of that name; `auto` takes the best one for the device.
+def create(name: str) -> AttentionBackend[Any]:
+    """Return the backend of that name; `auto` takes the best one that there is.
 
     Raises:
         BackendError: see the class.
@@ -26,4 +24,4 @@ def create(name: str, device: torch.device) -> AttentionBackend[Any]:
         raise BackendError(f"--attention {name}: there is no such backend; one of {', '.join(NAMES)}")
     from kernels.reference import ReferenceBackend
 
-    return ReferenceBackend(device)
+    return ReferenceBackend()

@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 #: For calls that answer at once.
 _TIMEOUT_SECONDS: Final = 30.0
 
-_OPTIONS: Final = (
+CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_GRPC_MESSAGE_BYTES),
     # What is away is tried again soon: servers of this system restart within seconds.
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # A server that froze or vanished is noticed though a stream is silent; ten seconds is the least that the gateway allows.
+)
+
+#: A gateway that froze or vanished is noticed though a stream is silent; ten seconds is the least that it allows.
+KEEPALIVE_OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -34,8 +37,8 @@ _OPTIONS: Final = (
 class _Channel:
     """One channel to one target, and who is calling."""
 
-    def __init__(self, target: str, tenant: str) -> None:
-        self._channel = grpc.insecure_channel(target, options=_OPTIONS)
+    def __init__(self, target: str, tenant: str, options: tuple[tuple[str, int], ...] = ()) -> None:
+        self._channel = grpc.insecure_channel(target, options=(*CHANNEL_OPTIONS, *options))
         self._metadata = (("kilburn-tenant", tenant),) if tenant else ()
 
     def close(self) -> None:
@@ -53,7 +56,7 @@ class Client(_Channel):
     """A gateway, for one tenant (the default one where it is empty)."""
 
     def __init__(self, target: str, tenant: str = "") -> None:
-        super().__init__(target, tenant)
+        super().__init__(target, tenant, KEEPALIVE_OPTIONS)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
     def generate(self, request: inference_pb2.GenerateRequest, timeout: float | None = None) -> "Responses":

@@ -97,6 +97,7 @@ class Memory:
         self._copies: dict[int, int] = {}  # destination -> source
         self._held: dict[int, int] = {}  # source -> references held for the copies of this step
         self._freed: list[int] = []
+        self._planning = False  # tables have grown since the last step ended
 
     @property
     def tables(self) -> Mapping[Hashable, Table]:
@@ -140,11 +141,17 @@ class Memory:
             self.counters.partial_copies += 1
         table.planned = table.computed = admission.cached_tokens
         self._tables[key] = table
+        self._planning = True
         return table
 
     def fork(self, parent: Hashable, key: Hashable) -> Table:
-        """Give a new sequence the content of another: every block is shared, the partly filled last one included."""
+        """Give a new sequence the content of another: every block is shared, the partly filled last one included.
+
+        Between two steps only. A step makes its copies before it writes, so a clone made in the step that also writes to the
+        parent's last block would lack what is written.
+        """
         assert key not in self._tables, f"sequence {key} has a table already"
+        assert not self._planning, "a fork in the middle of a step"
         source = self._tables[parent]
         lineage = Lineage(source.lineage.root, source.lineage.tenant)
         lineage.names.extend(source.lineage.names[: source.planned // self.block_size])
@@ -175,6 +182,7 @@ class Memory:
         for _ in range(growth.new_blocks):
             table.blocks.append(self._allocate())
         table.planned = growth.length
+        self._planning = True
 
     # ------------------------------------------------------------------------------- what the executor has done
 
@@ -216,6 +224,7 @@ class Memory:
         )
         self._copies.clear()
         self._freed.clear()
+        self._planning = False
         held = [block for block, references in self._held.items() for _ in range(references)]
         self._held.clear()
         for block in held:

@@ -20,7 +20,7 @@ ROOT: Final = Path(__file__).parents[2]
 
 #: On a busy machine the executor and the gateway take this long to import what they need.
 START_SECONDS: Final = 120.0
-STOP_SECONDS: Final = 60.0
+STOP_SECONDS: Final = 75.0
 
 _READY: Final = re.compile(r"ready: gateway (\S+), admin (\S+), model (.+)\n")
 

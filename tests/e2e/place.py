@@ -51,11 +51,11 @@ def wait_until(condition: Callable[[], bool], timeout_seconds: float, what: str,
 
 
 class Place:
-    """See the module."""
+    """See the module. `name` is the runtime folder's."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kilburn-e2e-"))
-        self.runtime_dir = self.folder / "run"
+        self.runtime_dir = self.folder / name
         self._temporary = self.folder / "tmp"
         self._temporary.mkdir()
         self._mark = secrets.token_hex(8)

@@ -4,9 +4,12 @@ Both are context managers that end what they started and then insist that nothin
 processes killed, so that the first failure is the one that is reported.
 """
 
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -17,12 +20,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kilburn.client import AdminClient, Client
 from kilburn.config import Address, parse_address
+from kilburn.v1.admin_pb2 import Pool
 from tests.e2e.place import ROLES, ROOT, Place, Role, wait_until
 
 Flag = str | int | float | bool | Path
 
 #: From the start to `ready:`, on a slow and busy machine with cold files.
 START_SECONDS: Final = 120.0
+
+#: From the death of a process to its next start.
+RESTART_SECONDS: Final = 10.0
 
 #: From SIGTERM to the end of all.
 STOP_SECONDS: Final = 60.0
@@ -50,11 +57,12 @@ def arguments(flags: Mapping[str, Flag]) -> list[str]:
 class Instance:
     """What both kinds have in common: one place, one gateway, one memory manager.
 
-    `threads` is how many torch computes with. One is best for a tiny model, whose threads would only wait for one another.
+    `folder` is the name of its runtime folder. `threads` is how many torch computes with: one is best for a tiny model, whose
+    threads would only wait for one another.
     """
 
-    def __init__(self, flags: Mapping[str, Flag], threads: int | None) -> None:
-        self.place = Place()
+    def __init__(self, flags: Mapping[str, Flag], threads: int | None, folder: str) -> None:
+        self.place = Place(folder)
         self.flags = flags
         self._threads = threads
         self._log = self.place.folder / "log"
@@ -76,10 +84,18 @@ class Instance:
         """Where the gateway listens."""
         return self._address["gateway"]
 
+    @property
+    def admin_address(self) -> Address:
+        """Where memmgr's admin API listens."""
+        return self._address["admin"]
+
     def log(self) -> str:
         """Return the end of what the processes have logged, as the end of a failure's text."""
-        text = self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
-        return f"; the log ends:\n{text[-_LOG_TAIL_CHARACTERS:]}"
+        return f"; the log ends:\n{self.whole_log()[-_LOG_TAIL_CHARACTERS:]}"
+
+    def whole_log(self) -> str:
+        """Return all that the processes have logged."""
+        return self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
 
     # ------------------------------------------------------------------------------------------------- processes
 
@@ -199,14 +215,16 @@ class Instance:
 class System(Instance):
     """`kilburn up`, ready for requests once it is entered."""
 
-    def __init__(self, flags: Mapping[str, Flag], threads: int | None = None) -> None:
-        super().__init__(flags, threads)
+    def __init__(self, flags: Mapping[str, Flag], threads: int | None = None, folder: str = "run") -> None:
+        super().__init__(flags, threads, folder)
         self._output = self.place.folder / "output"
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         try:
-            self.begin()
-            self.wait_ready()
+            if self._process is None:
+                self.begin()
+            self._wait_ready()
         except BaseException:
             self.place.kill()
             self.place.remove()
@@ -214,31 +232,56 @@ class System(Instance):
         return self
 
     def begin(self) -> None:
-        """Start it; `wait_ready` comes next."""
+        """Start it and return at once; entering it waits until it is ready."""
         self._process = self._spawn(["up", *self._arguments()], self._output)
 
-    def wait_ready(self) -> None:
+    def ended(self) -> int:
+        """Wait for the end of a start that fails, and return its exit status."""
+        assert self._process is not None
+        return self._process.wait(START_SECONDS)
+
+    def _wait_ready(self) -> None:
         """Wait for the line that says so.
 
         Raises:
             AssertionError: it does not come.
         """
-        wait_until(lambda: self._ready_line() or self._process.poll() is not None, START_SECONDS, "ready", self.log)
-        assert self._ready_line(), f"up ended with {self._process.returncode}{self.log()}"
+        process = self._process
+        assert process is not None
+        wait_until(lambda: self._ready_line() or process.poll() is not None, START_SECONDS, "ready", self.log)
+        assert self._ready_line(), f"up ended with {process.returncode}{self.log()}"
         line = self._output.read_text(encoding="utf-8").splitlines()[0]
         words = [part.split(" ", 1) for part in line.removeprefix("ready: ").split(", ")]
         assert [word for word, _ in words] == ["gateway", "admin", "model"], line
         self._address = {word: parse_address(value) for word, value in words[:2]}
         self._connect()
 
-    def restarted(self, role: Role, old: psutil.Process) -> bool:
-        """Return whether another process has the role that `old` had."""
-        process = self.place.find(role)
-        return process is not None and process != old
+    @contextmanager
+    def restart(self, role: Role) -> Iterator[psutil.Process]:
+        """Kill a service for the block; after it, wait until another process has its role and all three know one another."""
+        before = self.admin.pool()
+        killed = self.signal(role, signal.SIGKILL)
+        yield killed
+        wait_until(lambda: self.place.find(role) not in (None, killed), RESTART_SECONDS, f"another {role}", self.log)
+        wait_until(lambda: self._joined(role, before), START_SECONDS, f"a {role} that is known to the others", self.log)
+        self.wait_serving()
+
+    def _joined(self, role: Role, before: Pool) -> bool:
+        try:
+            now = self.admin.pool()
+        except grpc.RpcError:
+            return False
+        renewed = {
+            "memmgr": now.memmgr_incarnation != before.memmgr_incarnation,
+            "executor": now.executor_incarnation != before.executor_incarnation,
+            "gateway": True,
+        }
+        return renewed[role] and now.executor_connected and now.gateways_connected == 1
 
     def stop(self) -> None:
         """Send SIGTERM, wait for the end, and look for what is left."""
         pool_files = self.place.pool_files()
+        assert self._process is not None
         self._process.terminate()
         status = self._process.wait(STOP_SECONDS)
         assert status == 0, f"up ended with {status}{self.log()}"
@@ -254,8 +297,8 @@ class System(Instance):
 class Processes(Instance):
     """The three services without a supervisor, each started by `start`; `connect` once the gateway and memmgr run."""
 
-    def __init__(self, flags: Mapping[str, Flag], threads: int | None = None) -> None:
-        super().__init__(flags, threads)
+    def __init__(self, flags: Mapping[str, Flag], threads: int | None = None, folder: str = "run") -> None:
+        super().__init__(flags, threads, folder)
         self._running: dict[Role, subprocess.Popen[bytes]] = {}
 
     def start(self, role: Role, **more: Flag) -> None:
@@ -283,5 +326,33 @@ class Processes(Instance):
             process.terminate()
             status = process.wait(STOP_SECONDS)
             assert status == 0, f"{role} ended with {status}{self.log()}"
+        with suppress(OSError):  # not empty: a leftover
+            self.place.runtime_dir.rmdir()  # whoever starts services by hand owns the folder
         left = self.place.leftovers(self._address.values())
         assert not left, f"{left}{self.log()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """How a start ended that could not succeed."""
+
+    status: int
+    text: str  # of standard error
+    leftovers: tuple[str, ...]
+
+    @property
+    def last_line(self) -> str:
+        """What a user reads last."""
+        return self.text.rstrip("\n").rpartition("\n")[2]
+
+
+def refusal(flags: Mapping[str, Flag]) -> Refusal:
+    """Run `kilburn up` with flags that it can't start with, and return how it ended."""
+    system = System(flags, threads=1)
+    try:
+        system.begin()
+        status = system.ended()
+        return Refusal(status, system.whole_log(), tuple(system.place.leftovers([])))
+    finally:
+        system.place.kill()
+        system.place.remove()

@@ -15,11 +15,11 @@ _CHAT_TEMPLATE: Final = (
 )
 
 
-def save(folder: Path) -> Path:
-    """Write the model and return its folder."""
+def save(folder: Path, seed: int = 0) -> Path:
+    """Write the model with the weights of a seed, and return its folder."""
     tokenizer = _tokenizer()
     tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,

@@ -1,6 +1,6 @@
 """What the executor's tests share: tiny models with random weights, and step plans made by hand."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ from kilburn.v1.engine_pb2 import BlockCopy, Chunk, SampleRow, SamplingParams, S
 VOCAB = 97
 
 
-def save_tiny(folder: Path, family: str = "Llama", seed: int = 0, dtype: torch.dtype = torch.float32, **options: object) -> Path:
+def save_tiny(
+    folder: Path, family: str = "Llama", options: Mapping[str, object] | None = None, *, dtype: torch.dtype = torch.float32
+) -> Path:
     """Save a random model of a family whose weights are large enough that attention matters, and return its folder."""
     import transformers
 
@@ -28,8 +30,8 @@ def save_tiny(folder: Path, family: str = "Llama", seed: int = 0, dtype: torch.d
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    config = getattr(transformers, f"{family}Config")(**(sizes | options))
-    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")(**{**sizes, **(options or {})})
+    torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     for parameter in model.parameters():
         if parameter.dim() > 1:

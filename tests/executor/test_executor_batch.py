@@ -3,13 +3,13 @@
 import math
 
 import pytest
-from executor_help import plan, sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor.batch import Limits, Slots
 from executor.errors import PlanError
 from kilburn.v1.engine_pb2 import Chunk, SamplingParams, SlotOpen, StepPlan, TableEdit
+from tests.executor.executor_help import plan, sampling
 
 LIMITS = Limits(num_blocks=20, block_size=4, context_length=30, vocab_size=100, max_slots=4, max_step_tokens=16)
 

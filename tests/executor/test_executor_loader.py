@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from executor_help import VOCAB, save_tiny
 from safetensors.torch import load_file, save_file
 
 from executor import families
@@ -16,12 +15,13 @@ from kernels.interface import LayerShape
 from kernels.registry import create
 from kilburn.config import Dtype
 from kilburn.errors import StartError
+from tests.executor.executor_help import VOCAB, save_tiny
 
 CPU = torch.device("cpu")
 
 
 def load_here(folder: Path, *, dtype: Dtype = "auto", max_model_len: int | None = None) -> LoadedModel:
-    return load(folder, device=CPU, dtype=dtype, backend=create("auto", CPU), block_size=5, max_model_len=max_model_len)
+    return load(folder, device=CPU, dtype=dtype, backend=create("auto"), block_size=5, max_model_len=max_model_len)
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +70,17 @@ def test_what_is_found_out_about_a_model(llama: Path) -> None:
 def test_each_layers_window_is_what_its_mask_shows(
     family: str, options: dict[str, object], windows: list[int | None], tmp_path: Path
 ) -> None:
-    model = load_here(save_tiny(tmp_path, family, **options))
+    model = load_here(save_tiny(tmp_path, family, options))
     assert [rule.window for rule in model.rules] == windows
 
 
 def test_softcap_scale_and_sinks(tmp_path: Path) -> None:
-    gemma = load_here(save_tiny(tmp_path / "gemma", "Gemma2", head_dim=8, query_pre_attn_scalar=25, attn_logit_softcapping=30.0))
+    gemma = load_here(
+        save_tiny(tmp_path / "gemma", "Gemma2", {"head_dim": 8, "query_pre_attn_scalar": 25, "attn_logit_softcapping": 30.0})
+    )
     assert gemma.rules[0].softcap == 30.0
     assert gemma.rules[0].scale == pytest.approx(0.2)
-    oss = load_here(save_tiny(tmp_path / "oss", "GptOss", head_dim=8, num_local_experts=4, sliding_window=5))
+    oss = load_here(save_tiny(tmp_path / "oss", "GptOss", {"head_dim": 8, "num_local_experts": 4, "sliding_window": 5}))
     sinks = oss.rules[0].sinks
     assert sinks is not None
     assert sinks.shape == (4,)
@@ -149,6 +151,12 @@ def without(tensor: str) -> Callable[[Path], object]:
     return damage
 
 
+def without_weights(folder: Path) -> Path:
+    for file in folder.glob("model*"):
+        file.unlink()
+    return folder
+
+
 def edit_config(**changes: object) -> Callable[[Path], object]:
     def damage(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -184,10 +192,10 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
         lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../x.safetensors"}}'),
         r"names a file outside of its folder: '\.\./x\.safetensors'",
     ),
-    ("no weights", lambda f: [file.unlink() for file in f.glob("model*")], "has no weights: neither model.safetensors nor"),
+    ("no weights", without_weights, "has no weights: neither model.safetensors nor"),
     (
         "an adapter",
-        lambda f: [*[file.unlink() for file in f.glob("model*")], (f / "adapter_config.json").write_text("{}")],
+        lambda f: (without_weights(f), (f / "adapter_config.json").write_text("{}")),
         "is an adapter; merge it",
     ),
     ("no head", without("lm_head.weight"), r"lacks the tensor lm_head\.weight"),
@@ -211,14 +219,20 @@ def test_one_file_that_is_cut_short(tmp_path: Path) -> None:
 
 
 def test_a_tied_head_need_not_be_stored(tmp_path: Path) -> None:
-    save_tiny(tmp_path, tie_word_embeddings=True)
+    save_tiny(tmp_path, options={"tie_word_embeddings": True})
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     assert load_here(tmp_path).head_rows == VOCAB
 
 
 # ----------------------------------------------------------------------------------------------------------- not served
 
-ENCODER = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+ENCODER: dict[str, object] = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+}
 
 REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("Falcon", {}, "falcon models can't be served: FalconForCausalLM does not use the attention interface"),
@@ -243,7 +257,7 @@ def test_what_cannot_be_served_is_refused_by_name(family: str, options: dict[str
     import transformers
 
     if family == "Bert":
-        save_tiny(tmp_path, family, **options)
+        save_tiny(tmp_path, family, options)
     else:  # told from the configuration: weights are not even looked for
         names = {"Clip": "CLIPConfig"}
         sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

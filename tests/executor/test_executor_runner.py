@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from executor_help import VOCAB, Tables, greedy, plan, sampling, save_tiny
 
 from executor.batch import Limits, Slots
 from executor.errors import PlanError
@@ -17,6 +16,7 @@ from executor.progress import Progress
 from executor.runner import Runner
 from kernels.registry import create
 from kilburn.v1.engine_pb2 import Chunk, PoolHeader, SamplingParams, SlotOpen, StepResult
+from tests.executor.executor_help import VOCAB, Tables, greedy, plan, sampling, save_tiny
 
 CPU = torch.device("cpu")
 PROMPTS = ([5, 17, 3, 88, 42, 9, 61, 2, 2, 70, 31, 8, 19], [1], [96, 4, 50, 23, 77, 12, 6], list(range(40, 75)))
@@ -33,7 +33,7 @@ class Rig:
     step: int = 0
 
     def __post_init__(self) -> None:
-        backend = create("reference", CPU)
+        backend = create("reference")
         layout = backend.layout(self.model.shape)
         spec = PoolSpec(self.num_blocks, layout.elements, self.model.shape.dtype)
         self.pool = device_pool(spec, CPU, PoolHeader(version=HEADER_VERSION))
@@ -102,7 +102,7 @@ Load = Callable[[Path, int], LoadedModel]
 
 
 def load_here(folder: Path, block_size: int) -> LoadedModel:
-    return load(folder, device=CPU, dtype="float32", backend=create("reference", CPU), block_size=block_size, max_model_len=None)
+    return load(folder, device=CPU, dtype="float32", backend=create("reference"), block_size=block_size, max_model_len=None)
 
 
 @pytest.fixture(scope="module")
@@ -144,12 +144,10 @@ FAMILIES: list[tuple[str, dict[str, object]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("family", "options"), FAMILIES, ids=[f"{family}{number}" for number, (family, _) in enumerate(FAMILIES)]
-)
+@pytest.mark.parametrize(("family", "options"), FAMILIES, ids=[family for family, _ in FAMILIES])
 def test_tokens_are_those_of_transformers(family: str, options: dict[str, object], tmp_path: Path) -> None:
     """Chunks and decodes mixed, tables in no order, blocks of three sizes, everything unwritten being NaN."""
-    folder = save_tiny(tmp_path, family, **options)
+    folder = save_tiny(tmp_path, family, options)
     expected = [greedy(folder, prompt, OUTPUTS) for prompt in PROMPTS]
     for block_size, chunk in ((1, 4), (7, 5), (16, 40)):
         rig = Rig(load_here(folder, block_size))
@@ -192,13 +190,13 @@ def test_a_cached_prefix_is_shared_and_a_copy_is_a_clone(llama: LoadedModel) -> 
     rig = Rig(llama)
     expected = rig.generate([prompt], 6, 99, [sampling()])[0]
     table = rig.tables.owned[0]
-    rig.run(
+    result = rig.run(
         opens=[SlotOpen(slot=1, sampling=sampling())],
         copies=[(table[2], 150)],
         chunks=[Chunk(slot=1, start=8, token_ids=prompt[8:10], new_blocks=[table[0], table[1], 150])],
         samples=[(0, 1, 0)],
     )
-    tokens = [int(rig.slots._last_tokens[1])]
+    tokens = list(result.token_ids)
     for position in range(1, 6):
         blocks = [160 + position] if (9 + position) % 4 == 0 else []
         more = Chunk(slot=1, start=9 + position, new_blocks=blocks)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampler_oracle import kept, sums
 
 from executor import race, sampler
 from executor.sampler import Draw, Sampling, sample
+from tests.executor.sampler_oracle import kept, sums
 
 Floats = npt.NDArray[np.float32]
 

@@ -5,6 +5,7 @@ gateway has to deal with.
 """
 
 import asyncio
+import functools
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,6 +17,7 @@ import grpc
 import grpc.aio
 import zmq
 from google.protobuf.message import Message
+from hypothesis import settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -28,7 +30,11 @@ from kilburn.v1 import engine_pb2 as wire
 from kilburn.v1 import inference_pb2 as api
 from kilburn.v1 import inference_pb2_grpc
 from kilburn.wire.envelope import new_incarnation
-from kilburn.wire.hub import Hub
+from kilburn.wire.hub import Hub, Incoming
+
+# A shared machine's pauses are no fault of the code.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -41,11 +47,12 @@ CORPUS = (
     "naïve café, 東京都, สวัสดี, Привет, 👩‍👩‍👧 and 😀!",
 )
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots here') }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots here: ロボット') }}{% endif %}"
     "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
+@functools.cache
 def byte_level_tokenizer() -> Tokenizer:
     """Return a byte-level BPE tokenizer (GPT-2's kind), trained on a few lines."""
     tokenizer = Tokenizer(models.BPE())
@@ -107,20 +114,19 @@ def write_model(folder: Path, config: dict[str, Any] | None = None, generation: 
     return folder
 
 
-def model_info(folder: Path, **changes: Any) -> wire.ModelInfo:
+def model_info(folder: Path, vocab_size: int = VOCAB_SIZE) -> wire.ModelInfo:
     """Return what an executor with this model would say."""
-    values = {
-        "name": "kiln",
-        "fingerprint": fingerprint(folder),
-        "context_length": CONTEXT_LENGTH,
-        "vocab_size": VOCAB_SIZE,
-        "block_size": 16,
-        "total_blocks": 32,
-        "dtype": "float32",
-        "device": "cpu",
-        "attention_backend": "reference",
-    }
-    return wire.ModelInfo(**{**values, **changes})
+    return wire.ModelInfo(
+        name="kiln",
+        fingerprint=fingerprint(folder),
+        context_length=CONTEXT_LENGTH,
+        vocab_size=vocab_size,
+        block_size=16,
+        total_blocks=32,
+        dtype="float32",
+        device="cpu",
+        attention_backend="reference",
+    )
 
 
 class Peer:
@@ -155,9 +161,9 @@ class Peer:
         self.state = state
         self.send(state)
 
-    async def next(self, kind: type[MessageT]) -> MessageT:
+    async def next(self, kind: type[MessageT], seconds: float = 5.0) -> MessageT:
         """Wait for the next message of a kind; those before it are skipped."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(seconds):
             while True:
                 while self._taken < len(self.heard):
                     message = self.heard[self._taken]
@@ -175,11 +181,11 @@ class Peer:
         finish: api.FinishReason.ValueType = api.FINISH_REASON_UNSPECIFIED,
         end: bool = False,
         logprobs: Sequence[api.TokenLogprob] = (),
-        **usage: Any,
+        cached_tokens: int = 0,
     ) -> None:
         """Send tokens of one request, with its end in the same message if `end`."""
         tokens = wire.SequenceTokens(handle=handle, offset=offset, token_ids=ids, finish_reason=finish, logprobs=logprobs)
-        ends = [wire.RequestEnd(handle=handle, **usage)] if end else []
+        ends = [wire.RequestEnd(handle=handle, cached_tokens=cached_tokens)] if end else []
         self.send(wire.TokenBatch(sequences=[tokens], ends=ends))
 
     def end(self, handle: int, error: wire.ErrorCode.ValueType = wire.ERROR_CODE_OK, message: str = "") -> None:
@@ -201,11 +207,12 @@ class Peer:
                     self.send(wire.Heartbeat())
             await asyncio.sleep(0.002)
 
-    def _greet(self, incoming: Any) -> None:
+    def _greet(self, incoming: Incoming) -> None:
         if self.refusal:
             self._hub.refuse(incoming, self.refusal)
         elif self._hub.welcome(incoming):
             self.heard.append(incoming.body)
+            self._news.set()
             if self.state is not None:
                 self._hub.send(incoming.incarnation, self.state)
 
@@ -233,6 +240,12 @@ class Running:
                 await asyncio.sleep(0.005)
 
     @property
+    def live(self) -> int:
+        """Requests that the gateway holds."""
+        backend = self.gateway._inference.backend
+        return backend.engine.live if backend else 0
+
+    @property
     def serving(self) -> bool:
         """Whether the gateway would take a request."""
         backend = self.gateway._inference.backend
@@ -253,23 +266,22 @@ def gateway_config(runtime_dir: Path, model: Path | str) -> GatewayConfig:
 async def running(folder: Path, runtime_dir: Path, drain_seconds: float = 0.5) -> AsyncIterator[Running]:
     """Run a gateway and a peer that serves its model, both in this event loop."""
     config = gateway_config(runtime_dir, folder)
-    peer = Peer(config.gateway_endpoint, wire.ModelState(serving=True, model=model_info(folder)))
     gateway = Gateway(config, log.configure(LogConfig(level="error"), "gateway"), drain_seconds)
     serving = asyncio.create_task(gateway.serve())
+    peer = Peer(config.gateway_endpoint, wire.ModelState(serving=True, model=model_info(folder)))
+    found: Running | None = None
     try:
         async with asyncio.timeout(20):
             while gateway.address is None and not serving.done():
                 await asyncio.sleep(0.005)
-        if serving.done():
-            serving.result()
         async with grpc.aio.insecure_channel(str(gateway.address)) as channel:
             found = Running(folder, config, gateway, peer, channel)
-            await found.until(lambda: found.serving or serving.done(), 20)
+            await found.until(lambda: serving.done() or (found is not None and found.serving), 60)
             yield found
     finally:
         gateway.stop()
         await asyncio.wait_for(serving, 10)
-        await peer.close()
+        await (found.peer if found else peer).close()  # a test may have put another in its place
 
 
 def error_code(error: grpc.aio.AioRpcError) -> str:

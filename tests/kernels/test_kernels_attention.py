@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from attention_oracle import attend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,8 +13,8 @@ from torch import Tensor
 from kernels import reference
 from kernels.interface import AttentionBackend, AttentionRule, CacheShape, KvCache, LayerShape, StepRows
 from kernels.reference import PreparedStep, ReferenceBackend
+from tests.kernels.attention_oracle import Floats, attend
 
-CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -47,7 +46,7 @@ class Case:
 
 
 def backend() -> AttentionBackend[PreparedStep]:
-    return ReferenceBackend(CPU)
+    return ReferenceBackend()
 
 
 def run(case: Case) -> None:
@@ -91,15 +90,17 @@ def run(case: Case) -> None:
         assert found.dtype == case.dtype
         assert found.is_contiguous()
         expected = [
-            attend(
-                *(part.double().numpy() for part in (queries[start : start + sequence.rows], keys, values)),
-                rule,
-            )
+            attend(float64(queries[start : start + sequence.rows]), float64(keys), float64(values), rule)
             for start, sequence, (keys, values) in zip(starts(ordered), ordered, states, strict=True)
         ]
         np.testing.assert_allclose(
             found.double().numpy(), np.concatenate(expected), atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype]
         )
+
+
+def float64(tensor: Tensor) -> Floats:
+    found: Floats = tensor.double().numpy()
+    return found
 
 
 def scatter(lengths: list[int], generator: torch.Generator) -> list[list[int]]:
@@ -175,6 +176,7 @@ def test_windows_caps_and_sinks(window: int | None, softcap: float | None, sinks
 @pytest.mark.parametrize("limit", [1, 100, 1000])
 def test_work_is_split_where_it_is_large(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_MAX_ELEMENTS", limit)
+    monkeypatch.setattr(reference, "_SHORT", 1)
     sequences = (Sequence(30, 1), Sequence(3, 1), Sequence(17, 1), Sequence(12, 11), Sequence(0, 5))
     run(Case(sequences, (LayerShape(2, 8, 8),), group=2, sinks=True, window=15))
 

@@ -276,6 +276,17 @@ def test_of_three_holders_two_clone() -> None:
     assert memory.pool.shared == 0
 
 
+def test_a_fork_in_the_middle_of_a_step_is_refused() -> None:
+    """The child's clone would be copied before the parent's token is written, and lack it."""
+    memory = make(8, 4)
+    table = fill(memory, "a", 1, 2)
+    grow(memory, table, 3)
+    with pytest.raises(AssertionError, match="middle of a step"):
+        memory.fork("a", "b")
+    memory.end_step()
+    assert memory.fork("a", "b").planned == 3
+
+
 def test_at_the_end_of_a_block_nothing_is_cloned() -> None:
     memory = make(8, 2)
     fill(memory, "a", 1, 2)

@@ -70,6 +70,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.order: list[int] = []  # cached blocks, the next to be evicted first
         self.known: dict[tuple[bytes, Prefix], int] = {}
         self.held: list[int] = []  # sources of this step's copies, in the order in which they were taken
+        self.planning = False  # something was admitted or has grown in this step
 
     # ------------------------------------------------------------------------------------------------- the rules
 
@@ -98,6 +99,7 @@ class MemoryMachine(RuleBasedStateMachine):
         else:
             assert part == 0 or needed + 1 > room
         before = self.live()
+        self.planning = True
         table = self.memory.admit(self.born, lineage, admission)
         self.order = [block for block in self.order if block not in {*whole, tail}]
         if admission.match.tail_tokens:
@@ -128,6 +130,7 @@ class MemoryMachine(RuleBasedStateMachine):
         if shared:
             self.held.append(table.blocks[-1])
         before = self.live()
+        self.planning = True
         self.memory.grow(growth)
         self.evict(new, before)
         sequence.tokens += more[: max(0, length - len(sequence.tokens))]
@@ -137,9 +140,9 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: 0 < len(self.sequences) < MOST_SEQUENCES)
     @rule(which=WHICH, more=BITS)
     def fork(self, which: int, more: list[int]) -> None:
-        parent = self.pick(which)
-        if not self.sequences[parent].untouched:
+        if self.planning:
             self.step(0)  # sequences fork between two steps
+        parent = self.pick(which)
         sequence = self.sequences[parent]
         table = self.memory.fork(parent, self.born)
         assert table.blocks == self.memory.tables[parent].blocks
@@ -175,6 +178,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def end_step(self) -> None:
         step = self.memory.end_step()
+        self.planning = False
         sources, destinations = {s for s, _ in step.copies}, {d for _, d in step.copies}
         assert not sources & destinations
         assert not sources & set(step.freed)

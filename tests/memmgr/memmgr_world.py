@@ -1,0 +1,346 @@
+"""A scheduler with the other two processes around it, simulated: an executor that obeys plans to the letter, clients that listen.
+
+The executor's pool holds one (token, digest) for each slot. The digest of a position is a hash of the digest before it, *as read
+through the table*, and of its token: like K and V it depends on everything before it. What is sampled is a hash of the last
+digest. So a request gets the tokens of the pure function `answer`, which knows no pages, exactly if every block that was shared,
+copied, evicted, given away and computed again held at each moment what it had to.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from memmgr.core.memory import Memory, MemoryCounters
+from memmgr.core.prefix import root_hash
+from memmgr.schedule.plans import (
+    EndCode,
+    FinishReason,
+    Limits,
+    NewToken,
+    Plan,
+    PlannedChunk,
+    RequestEnd,
+    RequestKey,
+    Sampled,
+    SequenceEnd,
+    Submission,
+)
+from memmgr.schedule.scheduler import ScheduleCounters, Scheduler
+
+#: As in memmgr/session.py.
+MOST_IN_FLIGHT: Final = 2
+
+_MASK: Final = 2**61 - 1
+_START: Final = 7
+
+Slot = tuple[int, int]
+POISON: Final[Slot] = (-1, -1)
+
+
+# -------------------------------------------------------------------------------------------- the pure function
+
+
+def mix(digest: int, token: int) -> int:
+    """Return the digest of a position after one with `digest`."""
+    return (digest * 1_000_003 + token * 40_503 + 12_345) * 2_654_435_761 % _MASK
+
+
+def sample(digest: int, position: int, vocabulary: int) -> Sampled:
+    """Return output number `position` after a context: now and then none, as where logits are not numbers."""
+    drawn = mix(digest, position) >> 7
+    return Sampled(0, failed=True) if drawn % 97 == 0 else Sampled(drawn % vocabulary)
+
+
+def answer(
+    prompt: Iterable[int], vocabulary: int, max_tokens: int, context_length: int, stop: frozenset[int]
+) -> tuple[list[int], FinishReason]:
+    """Return what a request must get: no pages, no batch, no cache."""
+    prompt = list(prompt)
+    digest = _START
+    for token in prompt:
+        digest = mix(digest, token)
+    outputs: list[int] = []
+    while True:
+        drawn = sample(digest, len(outputs), vocabulary)
+        if drawn.failed:
+            return outputs, FinishReason.ERROR
+        outputs.append(drawn.token)
+        digest = mix(digest, drawn.token)
+        if drawn.token in stop:
+            return outputs, FinishReason.EOS
+        if len(outputs) == max_tokens:
+            return outputs, FinishReason.LENGTH
+        if len(prompt) + len(outputs) == context_length:
+            return outputs, FinishReason.CONTEXT
+
+
+# ------------------------------------------------------------------------------------------------- the executor
+
+
+@dataclass
+class _Open:
+    table: list[int] = field(default_factory=list)
+    length: int = 0
+    last: int | None = None  # sampled last
+
+
+class Executor:
+    """Does plans in order. Whatever a plan may not ask of it is an assertion here."""
+
+    def __init__(self, total: int, size: int, max_slots: int, max_step_tokens: int, vocabulary: int) -> None:
+        self.size, self.total = size, total
+        self.max_slots, self.max_step_tokens, self.vocabulary = max_slots, max_step_tokens, vocabulary
+        self.pool: list[list[Slot]] = [[POISON] * size for _ in range(total)]
+        self.slots: dict[int, _Open] = {}
+        self.step = 0
+        self.computed = 0
+
+    def do(self, plan: Plan) -> list[Sampled]:
+        """Do one plan; return its samples."""
+        self.step += 1
+        assert plan.step == self.step
+        self._blocks(plan)
+        for slot in plan.closes:
+            del self.slots[slot]
+        for slot, sampling in plan.opens:
+            assert slot not in self.slots
+            assert sampling is not None
+            assert slot < self.max_slots
+            self.slots[slot] = _Open()
+        assert len({chunk.slot for chunk in plan.chunks}) == len(plan.chunks)
+        assert sum(chunk.count for chunk in plan.chunks) <= self.max_step_tokens
+        for chunk in plan.chunks:
+            self._table(chunk)
+        for chunk in plan.chunks:
+            self._write(chunk)
+        drawn: list[Sampled] = []
+        for row in plan.samples:
+            chunk = plan.chunks[row.chunk]
+            assert chunk.slot == row.slot
+            drawn.append(sample(self._read(self.slots[row.slot]), row.position, self.vocabulary))
+            self.slots[row.slot].last = drawn[-1].token
+        return drawn
+
+    def _blocks(self, plan: Plan) -> None:
+        for block in plan.memory.freed:
+            self.pool[block] = [POISON] * self.size
+        sources = {source for source, _ in plan.memory.copies}
+        destinations = [destination for _, destination in plan.memory.copies]
+        assert len(set(destinations)) == len(destinations)
+        assert not sources & set(destinations)
+        for source, destination in plan.memory.copies:
+            self.pool[destination] = list(self.pool[source])
+
+    def _table(self, chunk: PlannedChunk) -> None:
+        slot = self.slots[chunk.slot]
+        for logical, block in chunk.edits:
+            assert 0 <= block < self.total
+            slot.table[logical] = block
+        slot.table.extend(chunk.new_blocks)
+        assert all(0 <= block < self.total for block in chunk.new_blocks)
+        assert len(slot.table) == -(-(chunk.start + chunk.count) // self.size)
+        if slot.length == 0:
+            slot.length = chunk.start  # what was found in the cache
+        assert slot.length == chunk.start, "a chunk does not go on where the last one ended"
+
+    def _write(self, chunk: PlannedChunk) -> None:
+        slot = self.slots[chunk.slot]
+        tokens = chunk.tokens
+        if tokens is None:
+            assert slot.last is not None
+            assert chunk.count == 1
+            tokens = array("I", [slot.last])
+        assert len(tokens) == chunk.count > 0
+        digest = self._read(slot)
+        for token in tokens:
+            block, offset = slot.table[slot.length // self.size], slot.length % self.size
+            seen_by = [number for number, other in self.slots.items() if block in other.table]
+            assert seen_by == [chunk.slot], f"block {block} is written by slot {chunk.slot} and seen by {seen_by}"
+            digest = mix(digest, token)
+            self.pool[block][offset] = (token, digest)
+            slot.length += 1
+            self.computed += 1
+
+    def _read(self, slot: _Open) -> int:
+        """Read the whole context through the table; return its digest."""
+        digest = _START
+        for position in range(slot.length):
+            token, written = self.pool[slot.table[position // self.size]][position % self.size]
+            assert (token, written) != POISON, f"position {position} was never written, or is another's by now"
+            digest = mix(digest, token)
+            assert written == digest, f"position {position} was computed in another context"
+        return digest
+
+
+# --------------------------------------------------------------------------------------------------- the clients
+
+
+@dataclass
+class Client:
+    """What one request has heard."""
+
+    submission: Submission
+    tokens: list[int] = field(default_factory=list)
+    sequence_end: SequenceEnd | None = None
+    end: RequestEnd | None = None
+
+
+class World:
+    """Scheduler, executor and clients. A plan is done by the executor when its result is asked for, in order."""
+
+    def __init__(
+        self,
+        *,
+        blocks: int = 64,
+        block_size: int = 4,
+        max_running: int = 8,
+        max_waiting: int = 64,
+        max_step_tokens: int = 16,
+        context_length: int | None = None,
+        vocabulary: int = 50,
+        prefix_cache: bool = True,
+    ) -> None:
+        self.vocabulary = vocabulary
+        self.limits = Limits(max_running, max_waiting, max_step_tokens, context_length or blocks * block_size)
+        self.memory = Memory(blocks, block_size, prefix_cache=prefix_cache, counters=MemoryCounters())
+        self.scheduler = Scheduler(
+            self.memory, self.limits, lambda tenant, salt: root_hash("model", tenant, salt), ScheduleCounters()
+        )
+        self.executor = Executor(blocks, block_size, max_running, max_step_tokens, vocabulary)
+        self.in_flight: deque[Plan] = deque()
+        self.clients: dict[RequestKey, Client] = {}
+        self.now = 0.0
+        self.steps = 0
+
+    def submit(
+        self,
+        prompt: Iterable[int],
+        max_tokens: int = 0,
+        *,
+        stop: Iterable[int] = (),
+        priority: int = 0,
+        salt: str = "",
+        name: str = "",
+        tenant: str = "tenant",
+        deadline: float = float("inf"),
+    ) -> RequestKey:
+        """Submit a request; its key."""
+        key = (1, len(self.clients) + 1)
+        submission = Submission(
+            key=key,
+            tenant=tenant,
+            request_id=name or f"request-{key[1]}",
+            prompt=array("I", prompt),
+            sampling=f"sampling of {key}",
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset(stop),
+            priority=priority,
+            salt=salt,
+            deadline=deadline,
+        )
+        self.clients[key] = Client(submission)
+        assert self.scheduler.submit(submission, self.now)
+        self.listen()
+        return key
+
+    def plan(self) -> Plan | None:
+        """Plan one step, if another may be in flight."""
+        if len(self.in_flight) == MOST_IN_FLIGHT:
+            return None
+        plan = self.scheduler.plan(self.now)
+        self.listen()
+        if plan is not None:
+            self.in_flight.append(plan)
+            self.steps += 1
+        assert self.scheduler.plans_in_flight == len(self.in_flight)
+        return plan
+
+    def complete(self) -> bool:
+        """Have the oldest plan done and take in its result; False where there is none."""
+        if not self.in_flight:
+            return False
+        plan = self.in_flight.popleft()
+        self.scheduler.complete(plan.step, self.executor.do(plan), self.now)
+        self.listen()
+        return True
+
+    def step(self) -> Plan | None:
+        """Plan one step and have it done, none else being in flight."""
+        assert not self.in_flight
+        plan = self.plan()
+        self.complete()
+        return plan
+
+    def run(self, most_steps: int = 1000) -> None:
+        """Go on, two plans in flight, until there is nothing to do."""
+        for _ in range(most_steps):
+            while self.plan() is not None:
+                pass
+            if not self.complete():
+                return
+        raise AssertionError(f"still busy after {most_steps} steps")
+
+    def listen(self) -> None:
+        """Let the clients hear what there is, and check that it is in order."""
+        for event in self.scheduler.take_events():
+            client = self.clients[event.key]
+            assert client.end is None, "a request was spoken of after its end"
+            if isinstance(event, NewToken):
+                assert client.sequence_end is None
+                assert event.offset == len(client.tokens)
+                client.tokens.append(event.token)
+            elif isinstance(event, SequenceEnd):
+                assert client.sequence_end is None
+                client.sequence_end = event
+            else:
+                assert (event.code is EndCode.OK) == (client.sequence_end is not None)
+                client.end = event
+
+    def expected(self, key: RequestKey) -> tuple[list[int], FinishReason]:
+        """Return what a request must get if nobody disturbs it."""
+        asked = self.clients[key].submission
+        return answer(asked.prompt, self.vocabulary, asked.max_tokens, self.limits.context_length, asked.stop_token_ids)
+
+    def check_answer(self, key: RequestKey) -> None:
+        """Check that a request that was left alone got its answer."""
+        client = self.clients[key]
+        tokens, reason = self.expected(key)
+        assert client.tokens == tokens
+        assert client.sequence_end == SequenceEnd(key, 0, len(tokens), reason)
+        assert client.end is not None
+        assert client.end.code is EndCode.OK
+
+    def check_view(self) -> None:
+        """Check that the executor, all plans done, holds what was planned."""
+        assert not self.in_flight
+        planned = {r.slot: (r.table.planned, r.table.blocks) for r in self.scheduler.running if r.table is not None}
+        held = {slot: (state.length, state.table) for slot, state in self.executor.slots.items()}
+        for slot in self.scheduler.closing_slots - planned.keys():
+            held.pop(slot)
+        assert held == planned
+
+    def check_idle(self) -> None:
+        """Check that nothing is left, and that the counters add up."""
+        memory, counted, blocks = self.memory, self.scheduler.counters, self.memory.counters
+        assert not self.in_flight
+        assert not self.scheduler.running
+        assert not self.scheduler.waiting
+        assert not self.executor.slots
+        assert memory.pool.live == 0
+        assert memory.pool.free + memory.pool.cached == memory.pool.total
+        assert blocks.allocated_blocks - blocks.freed_blocks == memory.pool.cached
+        assert counted.prefill_tokens == counted.prefix_query_tokens - counted.prefix_hit_tokens
+        ends = [client.end for client in self.clients.values()]
+        assert all(end is not None for end in ends), "a request has no end"
+        codes = [end.code for end in ends if end is not None]
+        assert counted.finished_requests == codes.count(EndCode.OK)
+        assert counted.cancelled_requests == codes.count(EndCode.CANCELLED) + codes.count(EndCode.DEADLINE)
+        assert counted.finished_requests + counted.cancelled_requests + counted.rejected_requests == len(codes)
+        assert counted.planned_steps == counted.acknowledged_steps == self.steps
+        kept = [client.sequence_end.output_tokens for client in self.clients.values() if client.sequence_end]
+        assert counted.decode_tokens == sum(max(0, outputs - 1) for outputs in kept)
+        assert counted.preemptions >= sum(end.preemptions for end in ends if end is not None)
