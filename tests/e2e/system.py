@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -218,11 +218,13 @@ class System(Instance):
     def __init__(self, flags: Mapping[str, Flag], threads: int | None = None, folder: str = "run") -> None:
         super().__init__(flags, threads, folder)
         self._output = self.place.folder / "output"
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         try:
-            self.begin()
-            self.wait_ready()
+            if self._process is None:
+                self.begin()
+            self._wait_ready()
         except BaseException:
             self.place.kill()
             self.place.remove()
@@ -230,17 +232,24 @@ class System(Instance):
         return self
 
     def begin(self) -> None:
-        """Start it; `wait_ready` comes next."""
+        """Start it and return at once; entering it waits until it is ready."""
         self._process = self._spawn(["up", *self._arguments()], self._output)
 
-    def wait_ready(self) -> None:
+    def ended(self) -> int:
+        """Wait for the end of a start that fails, and return its exit status."""
+        assert self._process is not None
+        return self._process.wait(START_SECONDS)
+
+    def _wait_ready(self) -> None:
         """Wait for the line that says so.
 
         Raises:
             AssertionError: it does not come.
         """
-        wait_until(lambda: self._ready_line() or self._process.poll() is not None, START_SECONDS, "ready", self.log)
-        assert self._ready_line(), f"up ended with {self._process.returncode}{self.log()}"
+        process = self._process
+        assert process is not None
+        wait_until(lambda: self._ready_line() or process.poll() is not None, START_SECONDS, "ready", self.log)
+        assert self._ready_line(), f"up ended with {process.returncode}{self.log()}"
         line = self._output.read_text(encoding="utf-8").splitlines()[0]
         words = [part.split(" ", 1) for part in line.removeprefix("ready: ").split(", ")]
         assert [word for word, _ in words] == ["gateway", "admin", "model"], line
@@ -272,6 +281,7 @@ class System(Instance):
     def stop(self) -> None:
         """Send SIGTERM, wait for the end, and look for what is left."""
         pool_files = self.place.pool_files()
+        assert self._process is not None
         self._process.terminate()
         status = self._process.wait(STOP_SECONDS)
         assert status == 0, f"up ended with {status}{self.log()}"
@@ -279,10 +289,6 @@ class System(Instance):
         assert not left, f"{left}{self.log()}"
         assert pool_files, "there was no pool file, so its absence proves nothing"
         assert self._output.read_text(encoding="utf-8").count("\n") == 1, "more than the ready line on standard output"
-
-    def ended(self) -> int:
-        """Wait for the end of a start that fails, and return its exit status."""
-        return self._process.wait(START_SECONDS)
 
     def _ready_line(self) -> bool:
         return self._output.exists() and self._output.read_text(encoding="utf-8").startswith("ready: ")
@@ -320,6 +326,8 @@ class Processes(Instance):
             process.terminate()
             status = process.wait(STOP_SECONDS)
             assert status == 0, f"{role} ended with {status}{self.log()}"
+        with suppress(OSError):  # not empty: a leftover
+            self.place.runtime_dir.rmdir()  # whoever starts services by hand owns the folder
         left = self.place.leftovers(self._address.values())
         assert not left, f"{left}{self.log()}"
 

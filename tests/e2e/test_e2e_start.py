@@ -2,8 +2,8 @@
 
 import itertools
 import shutil
-import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -40,11 +40,11 @@ def test_two_instances_started_at_once_work_apart(tiny: Path, tmp_path: Path) ->
     other = save(tmp_path / "other", seed=1)
     first = System({"model": tiny, "device": "cpu", "num_blocks": 64}, threads=1)
     second = System({"model": other, "device": "cpu", "num_blocks": 96}, threads=1)
-    starting = threading.Thread(target=first.__enter__)
-    starting.start()
-    with second:
-        starting.join()
-        prompt = [5, 6, 7, 8]
+    prompt = [5, 6, 7, 8]
+    with ExitStack() as stack:
+        stack.callback(first.place.kill)  # for the case that the second does not start
+        first.begin()
+        stack.enter_context(second)
         with first:
             assert (first.client.model().total_blocks, second.client.model().total_blocks) == (64, 96)
             answers = [ask(system.client, greedy(prompt, 20)).ids for system in (first, second)]

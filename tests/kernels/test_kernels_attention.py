@@ -13,11 +13,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.interface import AttentionBackend, AttentionRule, CacheShape, KvCache, LayerShape, StepRows
 from kernels.reference import PreparedStep, ReferenceBackend
-<<<<<<< HEAD
-from tests.kernels.attention_oracle import attend
-=======
 from tests.kernels.attention_oracle import Floats, attend
->>>>>>> refs/heads/executor
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
