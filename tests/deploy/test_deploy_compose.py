@@ -12,7 +12,7 @@ import click
 import pytest
 import yaml
 
-from cli.main import main
+from cli import services
 
 _ROOT = Path(__file__).parents[2]
 _PROFILES = {"gpu": {"memmgr", "executor", "gateway"}, "cpu": {"memmgr", "executor-cpu", "gateway"}}
@@ -169,7 +169,7 @@ def test_ports_are_published_to_this_host_alone_unless_asked() -> None:
 
 @pytest.mark.parametrize("name", sorted(_ROLE))
 def test_what_a_service_is_told_are_flags_of_its_command(name: str) -> None:
-    command = main.commands[_ROLE[name]]
+    command = {"memmgr": services.memmgr, "executor": services.executor, "gateway": services.gateway}[_ROLE[name]]
     flags = {option.envvar for option in command.params if isinstance(option, click.Option)}
     assert set(_services()[name]["environment"]) <= flags
 
