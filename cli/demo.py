@@ -32,7 +32,7 @@ _LOOK_AFTER_TOKENS: Final = 4
 
 #: The first run fetches and converts the model; `up` shows how far it is.
 _START_TIMEOUT_SECONDS: Final = 1200
-_ANSWER_TIMEOUT_SECONDS: Final = 120
+_ANSWER_TIMEOUT_SECONDS: Final = 600
 _STOP_TIMEOUT_SECONDS: Final = 75
 
 _READY: Final = re.compile(r"ready: gateway (\S+), admin (\S+), model (.+)\n")
