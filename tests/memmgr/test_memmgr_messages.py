@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from memmgr_messages import VOCABULARY, hello, sampling, submit
 
 from kilburn.limits import MAX_BLOCK_SIZE, MAX_NAME_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, PROTOCOL
 from kilburn.v1 import engine_pb2 as engine
@@ -27,6 +26,7 @@ from memmgr.schedule.plans import (
     SequenceEnd,
     Submission,
 )
+from tests.memmgr.memmgr_messages import VOCABULARY, hello, sampling, submit
 
 FOREVER = float("inf")
 LONG = "x" * (MAX_NAME_CHARACTERS + 1)
