@@ -59,7 +59,10 @@ def _fetch(model: str, signals: "Signals") -> bool:
     from cli import lifeline
 
     process = subprocess.Popen(
-        [sys.executable, "-m", "cli", "fetch", model], env=lifeline.environment_of_child(), process_group=0
+        [sys.executable, "-m", "cli", "fetch", model],
+        env=lifeline.environment_of_child(),
+        stdout=subprocess.DEVNULL,  # it prints the folder; ours has the ready line alone
+        process_group=0,
     )
     while process.poll() is None:
         if signals.wait(_RUNNING_POLL_SECONDS) not in (None, SIGCHLD):

@@ -124,6 +124,18 @@ def free_bytes(pool_dir: Path | None) -> int:
     return status.f_bavail * status.f_frsize
 
 
+def remove_leftover(path: Path) -> None:
+    """Remove the file of a pool whose owner was killed. The caller holds the instance's lock.
+
+    Raises:
+        StartError: it can't be removed.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StartError(f"can't remove the pool's file {path} of an executor that died: {error.strerror}") from error
+
+
 def shared_pool(spec: PoolSpec, path: Path, header: PoolHeader) -> Pool:
     """Make the file, all of it reserved, and map it. A leftover of the same name is removed: its owner is dead.
 

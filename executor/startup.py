@@ -18,7 +18,17 @@ from executor import sizing
 from executor.batch import Limits, Slots
 from executor.fetch import ensure_model
 from executor.loader import LoadedModel, load
-from executor.pool import HEADER_VERSION, Pool, PoolSpec, check_pool_dir, device_pool, free_bytes, pool_path, shared_pool
+from executor.pool import (
+    HEADER_VERSION,
+    Pool,
+    PoolSpec,
+    check_pool_dir,
+    device_pool,
+    free_bytes,
+    pool_path,
+    remove_leftover,
+    shared_pool,
+)
 from executor.progress import Progress
 from executor.runner import Runner
 from kernels.interface import AttentionBackend
@@ -61,8 +71,11 @@ def ready(config: ExecutorConfig, incarnation: int, progress: Progress, log: Log
         backend = create(config.attention)
     except BackendError as error:
         raise StartError(str(error)) from error
-    if device.type == "cpu" and config.pool_dir is not None:
-        check_pool_dir(config.pool_dir)
+    if device.type == "cpu":
+        if config.pool_dir is not None:
+            check_pool_dir(config.pool_dir)
+        # Before the memory that is free is looked at: else each crash would leave the next executor a smaller pool.
+        remove_leftover(pool_path(config.pool_dir, config.runtime_dir))
     folder = ensure_model(config.model)
     model = load(
         folder,

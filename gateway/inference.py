@@ -100,12 +100,11 @@ class Inference:
         stream = RequestStream(checked, text.tokenizer.decoding(checked.keep_special_tokens), arrived, self._sources.clock)
         engine.open(stream)
         try:
-            ids, prompt = await self._prompt(text.tokenizer, request, limits)
-            validate.check_prompt(ids, limits)
-            if checked.echo and prompt is None:
-                prompt = await self._work(len(ids), lambda: text.tokenizer.decode(ids, checked.keep_special_tokens))
-            stream.begin(len(ids), prompt or "" if checked.echo else "")
-            engine.submit(stream, _submit(checked, ids, self._deadline(context)))
+            submit, echo = await self._prepare(request, checked, text.tokenizer, limits)
+            submit.deadline_unix_seconds = self._deadline(context)
+            stream.begin(len(submit.prompt_ids), echo)
+            engine.submit(stream, submit)
+            del submit  # a long stream has no use for its prompt
             while (response := await stream.next()) is not None:
                 await context.write(response)
         finally:
@@ -168,18 +167,26 @@ class Inference:
             raise CallError(Code.NOT_SERVING, "not serving: the model is not loaded yet; try again")
         return self.backend
 
-    async def _prompt(
-        self, tokenizer: Tokenizer, request: api.GenerateRequest, limits: ModelLimits
-    ) -> tuple[list[int], str | None]:
-        """Return the prompt's ids, and its text where that was given as such."""
+    async def _prepare(
+        self, request: api.GenerateRequest, checked: Checked, tokenizer: Tokenizer, limits: ModelLimits
+    ) -> tuple[wire.Submit, str]:
+        """Return what goes to the engine, and the prompt's text where it is to be echoed.
+
+        The echo of a text is the text as it was given; of ids, and of a chat, what they decode to.
+        """
         kind = request.WhichOneof("input")
         if kind == "token_ids":
-            return list(request.token_ids.ids), None
-        # A template writes the special tokens itself.
-        text = request.text if kind == "text" else await self._render(tokenizer, request.chat)
-        validate.check_least_tokens(tokenizer.least_tokens(text), limits)
-        ids = await self._work(len(text), lambda: tokenizer.encode(text, special_tokens=kind == "text"))
-        return ids, request.text if kind == "text" else None
+            ids = list(request.token_ids.ids)
+        else:
+            # A template writes the special tokens itself.
+            text = request.text if kind == "text" else await self._render(tokenizer, request.chat)
+            validate.check_least_tokens(tokenizer.least_tokens(text), limits)
+            ids = await self._work(len(text), lambda: tokenizer.encode(text, special_tokens=kind == "text"))
+        validate.check_prompt(ids, limits)
+        echo = ""
+        if checked.echo:
+            echo = request.text or await self._work(len(ids), lambda: tokenizer.decode(ids, checked.keep_special_tokens))
+        return _submit(checked, ids), echo
 
     async def _render(self, tokenizer: Tokenizer, chat: api.Chat) -> str:
         return await self._work(chat.ByteSize(), lambda: tokenizer.render(chat))
@@ -208,7 +215,7 @@ def _vocab_size(backend: Backend) -> int:
     return model.vocab_size if model else (backend.text.vocab_size or backend.text.tokens)
 
 
-def _submit(request: Checked, ids: list[int], deadline: float) -> wire.Submit:
+def _submit(request: Checked, ids: list[int]) -> wire.Submit:
     sampling = request.sampling
     return wire.Submit(
         tenant=request.tenant,
@@ -227,7 +234,6 @@ def _submit(request: Checked, ids: list[int], deadline: float) -> wire.Submit:
         stop_token_ids=request.stopping.stop_token_ids,
         priority=request.priority,
         cache_salt=request.cache_salt,
-        deadline_unix_seconds=deadline,
     )
 
 

@@ -8,8 +8,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
+
+from cli import services
 
 _ROOT = Path(__file__).parents[2]
 _PROFILES = {"gpu": {"memmgr", "executor", "gateway"}, "cpu": {"memmgr", "executor-cpu", "gateway"}}
@@ -162,6 +165,13 @@ def test_ports_are_published_to_this_host_alone_unless_asked() -> None:
     assert not any("ports" in services[name] for name in ("executor", "executor-cpu"))
     assert services["gateway"]["environment"]["KILBURN_LISTEN"] == "0.0.0.0:50051"
     assert services["memmgr"]["environment"]["KILBURN_ADMIN"] == "0.0.0.0:50052"
+
+
+@pytest.mark.parametrize("name", sorted(_ROLE))
+def test_what_a_service_is_told_are_flags_of_its_command(name: str) -> None:
+    command = {"memmgr": services.memmgr, "executor": services.executor, "gateway": services.gateway}[_ROLE[name]]
+    flags = {option.envvar for option in command.params if isinstance(option, click.Option)}
+    assert set(_services()[name]["environment"]) <= flags
 
 
 def test_the_images_get_every_package_of_the_wheel() -> None:

@@ -28,7 +28,7 @@ _MIB: Final = 2**20
 
 #: A first build downloads torch and converts the model.
 _BUILD_SECONDS: Final = 1500
-_HEALTHY_SECONDS: Final = 180
+_HEALTHY_SECONDS: Final = 300
 _COMMAND_SECONDS: Final = 120
 
 #: What an image may add to its base: memmgr has gRPC, ZeroMQ and numpy; the gateway transformers and the tokenizer as well.

@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.pool import HEADER_VERSION, Pool, PoolSpec, check_pool_dir, device_pool, pool_path, read_header, shared_pool
+from executor.pool import (
+    HEADER_VERSION,
+    Pool,
+    PoolSpec,
+    check_pool_dir,
+    device_pool,
+    pool_path,
+    read_header,
+    remove_leftover,
+    shared_pool,
+)
 from kilburn.errors import StartError
 from kilburn.v1.engine_pb2 import ModelInfo, PoolHeader
 from kilburn.wire.endpoints import instance_id
@@ -80,6 +90,15 @@ def test_a_leftover_is_taken_over(path: Path) -> None:
     pool = make(path)
     assert read_header(path.read_bytes()) == header()
     assert int(pool.frames.count_nonzero()) == 0
+
+
+def test_a_leftover_is_removed(path: Path, tmp_path: Path) -> None:
+    path.write_bytes(b"\xff")
+    remove_leftover(path)
+    assert not path.exists()
+    remove_leftover(path)
+    with pytest.raises(StartError, match="can't remove"):
+        remove_leftover(tmp_path)
 
 
 def test_a_link_of_its_name_is_not_followed(path: Path, tmp_path: Path) -> None:
