@@ -104,6 +104,10 @@ class Project:
     def inside(self, service: str, *command: str) -> str:
         return _run(["docker", "exec", self.container(service), *command])
 
+    def crash(self, service: str) -> None:
+        """Kill the process from inside: what `docker kill` stops stays stopped. Detached, for the container takes this one along."""
+        _run(["docker", "exec", "--detach", self.container(service), "python", "-c", _CRASH])
+
     def image(self, service: str) -> dict[str, Any]:
         (facts,) = json.loads(_run(["docker", "image", "inspect", self.inspect(service)["Image"]]))
         assert isinstance(facts, dict)
@@ -197,7 +201,7 @@ def test_an_answer_comes_after_a_restart(project: Project, service: str) -> None
 def test_a_crashed_process_is_started_again(project: Project, service: str) -> None:
     restarts = project.inspect(service)["RestartCount"]
     total_blocks = project.total_blocks()
-    project.inside(service, "python", "-c", _CRASH)
+    project.crash(service)
     _wait("restarted", 60, lambda: project.inspect(service)["RestartCount"] > restarts)
     project.wait_healthy()
     assert "Paris" in project.ask()
