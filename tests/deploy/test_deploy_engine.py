@@ -105,7 +105,7 @@ class Project:
         return _run(["docker", "exec", self.container(service), *command])
 
     def crash(self, service: str) -> None:
-        """Kill the process from inside: what `docker kill` stops stays stopped. Detached, for the container takes this one along."""
+        """Kill the process from inside: what `docker kill` stops stays stopped. Detached, for the killer dies with it."""
         _run(["docker", "exec", "--detach", self.container(service), "python", "-c", _CRASH])
 
     def image(self, service: str) -> dict[str, Any]:
