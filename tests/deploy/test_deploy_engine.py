@@ -148,7 +148,8 @@ class Project:
 
 @pytest.fixture(scope="module")
 def project() -> Iterator[Project]:
-    running = Project(f"kilburn-test-{os.getpid()}", _free_port(), _free_port())
+    running = Project("kilburn-test", _free_port(), _free_port())
+    running.compose("down", "--volumes", "--timeout", "30")  # what a run that was killed has left
     try:
         running.compose("build", seconds=_BUILD_SECONDS)
         running.compose("up", "--detach", seconds=_HEALTHY_SECONDS)
