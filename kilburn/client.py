@@ -4,7 +4,7 @@ Synchronous, one channel each. A failed call raises grpc's own RpcError, untouch
 metadata's `kilburn-error` the reason. Messages are those of `kilburn.v1`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -63,16 +63,23 @@ class Client(_Channel):
         """Start a request and return its stream, which can be iterated and cancelled. `timeout` is its deadline in seconds."""
         return self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
 
-    def generate_text(self, text: str, max_tokens: int = 0, timeout: float | None = None, **sampling: Any) -> Iterator[str]:  # noqa: ANN401
-        """Yield the text that follows a text, piece by piece. `sampling` are fields of the message Sampling."""
+    def generate_text(self, text: str, max_tokens: int = 0, timeout: float | None = None, **sampling: Any) -> Generator[str]:  # noqa: ANN401
+        """Yield the text that follows a text, piece by piece; a generator that is closed ends the request.
+
+        `sampling` are fields of the message Sampling.
+        """
         request = inference_pb2.GenerateRequest(
             text=text,
             sampling=inference_pb2.Sampling(**sampling),
             stopping=inference_pb2.Stopping(max_tokens=max_tokens),
         )
-        for response in self.generate(request, timeout):
-            if response.text:
-                yield response.text
+        stream = self.generate(request, timeout)
+        try:
+            for response in stream:
+                if response.text:
+                    yield response.text
+        finally:
+            stream.cancel()  # whoever stops reading has no use for the rest
 
     def cancel(self, request_id: str) -> bool:
         """End a live request of this tenant; False where there is none."""

@@ -9,7 +9,7 @@ import pytest
 from tests.e2e import rounds
 from tests.e2e.corpus import Expected, read_expected
 from tests.e2e.system import Instance, System
-from tests.e2e.tapped import Tapped, tapped_system
+from tests.e2e.tapped import MAX_RUNNING, Tapped, tapped_system
 
 AnyInstance = TypeVar("AnyInstance", bound=Instance)
 
@@ -84,13 +84,16 @@ def _left_settled(system: AnyInstance) -> Iterator[AnyInstance]:
 
 
 @pytest.fixture(scope="session")
-def _tapped(default_model: None) -> Iterator[Tapped]:
-    with tapped_system({"device": "cpu", "num_blocks": 1024}) as tapped:
+def _tapped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tapped]:
+    from tests.e2e.tiny import save
+
+    model = save(tmp_path_factory.mktemp("wider"), layers=8, width=256)
+    with tapped_system({"model": model, "device": "cpu", "num_blocks": 1024, "max_running": MAX_RUNNING}) as tapped:
         yield tapped
 
 
 @pytest.fixture
 def tapped(_tapped: Tapped) -> Iterator[Tapped]:
-    """Return a system with the default model whose plans can be read."""
+    """Return a system whose plans can be read. Its model is large enough that a step takes far longer than a message."""
     yield _tapped
     _tapped.system.settled()

@@ -3,12 +3,16 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from kilburn.v1.admin_pb2 import Sequence
 from kilburn.v1.engine_pb2 import StepPlan
-from tests.e2e.place import Place, wait_until
+from tests.e2e.place import Place
 from tests.e2e.system import Flag, Processes
 from tests.e2e.tap import Tap, tables
+
+#: Sequences in a step: few, so that a test can fill the batch.
+MAX_RUNNING: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +22,6 @@ class Tapped:
     system: Processes
     gateway: Tap
     executor: Tap
-    context: int
 
     def sequence(self, request_id: str) -> Sequence | None:
         """Return a request's sequence with its table, if it lives."""
@@ -49,15 +52,14 @@ class Tapped:
 @contextmanager
 def tapped_system(flags: Mapping[str, Flag]) -> Iterator[Tapped]:
     """Start the three services, each peer of memmgr connected through a tap."""
-    system = Processes(flags)
+    system = Processes(flags, threads=1)
     with _tap(system.place, "gateway") as gateway, _tap(system.place, "executor") as executor, system:
         system.start("memmgr")
         system.start("gateway", gateway_endpoint=gateway.endpoint)
         system.start("executor", executor_endpoint=executor.endpoint)
         system.connect()
         system.wait_serving()
-        wait_until(lambda: system.admin.pool().executor_connected, 10, "a connected executor")
-        yield Tapped(system, gateway, executor, system.client.model().context_length)
+        yield Tapped(system, gateway, executor)
 
 
 def _tap(place: Place, name: str) -> Tap:

@@ -8,14 +8,14 @@ import pytest
 
 from kilburn.v1.admin_pb2 import BLOCK_STATE_LIVE
 from kilburn.v1.engine_pb2 import Cancel, StepPlan, Submit
-from tests.e2e.calls import Running, ask, greedy
+from tests.e2e.calls import Running, greedy
 from tests.e2e.place import wait_until
-from tests.e2e.tapped import Tapped
+from tests.e2e.tapped import MAX_RUNNING, Tapped
 
-pytestmark = [pytest.mark.processes, pytest.mark.model]
+pytestmark = pytest.mark.processes
 
 VICTIM = "victim"
-PROMPT = [*range(500, 540)]
+PROMPT = [*range(100, 140)]
 
 
 @pytest.fixture
@@ -64,21 +64,28 @@ def test_a_request_whose_deadline_passes_is_named_by_no_further_plan(tapped: Tap
 
 
 def test_a_deadline_that_passes_in_the_queue_costs_no_step(tapped: Tapped) -> None:
-    """The pool is full of one request; another waits for it, and its time ends."""
-    big = Running(tapped.system.client, greedy([11] * 20, 4000, request_id="big", priority=-1))
-    wait_until(lambda: big.tokens > 0, 60, "the first token of the big one")
-    slots = tapped.slots_opened()
-    waiting = ask(tapped.system.client, greedy([5] * (tapped.context - 100), 4, request_id=VICTIM), timeout=0.001)
-    assert waiting.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert waiting.ids == []
-    time.sleep(0.5)
-    assert tapped.slots_opened() == slots
-    big.call.cancel()
-    assert big.wait(10).code is grpc.StatusCode.CANCELLED
+    """The batch is full; another request waits for a place in it, and its time ends."""
+    streams = [Running(tapped.system.client, greedy([number] * 20, 3000)) for number in range(MAX_RUNNING)]
+    wait_until(lambda: all(stream.tokens > 0 for stream in streams), 60, "tokens of all streams")
+    opened, before = tapped.slots_opened(), tapped.system.admin.pool().counters
+    waiting = Running(tapped.system.client, greedy(PROMPT, 4, request_id=VICTIM), timeout=1)
+    wait_until(lambda: tapped.system.admin.pool().waiting == 1, 1, "a request in the queue")
+    answer = waiting.wait(10)
+    wait_until(lambda: not tapped.is_listed(VICTIM), 5, "its end in the queue")
+    after = tapped.system.admin.pool().counters
+    assert not any(stream.done for stream in streams), "the batch was not full all the time"
+    for stream in streams:
+        stream.call.cancel()
+        assert stream.wait().code is grpc.StatusCode.CANCELLED
+    assert answer.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert answer.ids == []
+    assert tapped.slots_opened() == opened
+    assert after.prefix_query_tokens == before.prefix_query_tokens, "it was admitted"
+    assert after.cancelled_requests == before.cancelled_requests + 1
 
 
 def test_a_cancel_in_the_middle_of_a_long_prompt_frees_all_of_it(tapped: Tapped, neighbour: Running) -> None:
-    long = [(number * 7919) % 40_000 for number in range(3000)]
+    long = [number * number % 251 for number in range(3000)]
     begun = time.monotonic()
     victim = Running(tapped.system.client, greedy(long, 4, request_id=VICTIM))
     wait_until(lambda: tapped.is_admitted(VICTIM), 60, "the victim's first chunk")

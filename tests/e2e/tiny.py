@@ -1,4 +1,4 @@
-"""A model folder that loads and answers at once: random weights, a tokenizer of bytes, a chat template. What it says is noise."""
+"""Model folders that load at once: random weights, a tokenizer of bytes, a chat template. What they say is noise."""
 
 from pathlib import Path
 from typing import Final
@@ -15,16 +15,16 @@ _CHAT_TEMPLATE: Final = (
 )
 
 
-def save(folder: Path, seed: int = 0) -> Path:
-    """Write the model with the weights of a seed, and return its folder."""
+def save(folder: Path, seed: int = 0, layers: int = 2, width: int = 64) -> Path:
+    """Write a model with the weights of a seed, and return its folder."""
     tokenizer = _tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,

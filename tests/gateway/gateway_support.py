@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -143,6 +143,12 @@ class Peer:
         self._taken = 0
         self._task = asyncio.create_task(self._run())
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
         """Go away without a word, as a killed process does."""
         self._task.cancel()
@@ -161,7 +167,7 @@ class Peer:
         self.state = state
         self.send(state)
 
-    async def next(self, kind: type[MessageT], seconds: float = 5.0) -> MessageT:
+    async def next(self, kind: type[MessageT], seconds: float = 20.0) -> MessageT:
         """Wait for the next message of a kind; those before it are skipped."""
         async with asyncio.timeout(seconds):
             while True:
@@ -233,7 +239,7 @@ class Running:
         assert self.gateway._inference.backend is not None
         return self.gateway._inference.backend.text.tokenizer.encode(text)
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
         """Wait for something to become true."""
         async with asyncio.timeout(seconds):
             while not condition():
@@ -280,7 +286,7 @@ async def running(folder: Path, runtime_dir: Path, drain_seconds: float = 0.5) -
             yield found
     finally:
         gateway.stop()
-        await asyncio.wait_for(serving, 10)
+        await asyncio.wait_for(serving, 20)
         await (found.peer if found else peer).close()  # a test may have put another in its place
 
 

@@ -50,7 +50,7 @@ def start(gateway: Running, message: api.GenerateRequest, **options: Any) -> "as
 async def failure(call: Any) -> grpc.aio.AioRpcError:
     """Return the error that a call ends with."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asyncio.wait_for(call, 5)
+        await asyncio.wait_for(call, 20)
     return caught.value
 
 
@@ -214,7 +214,7 @@ async def test_bad_input_has_one_clear_error(
 ) -> None:
     began = time.perf_counter()
     error = await failure(start(gateway, request(**fields)))
-    assert time.perf_counter() - began < 2
+    assert time.perf_counter() - began < 5
     assert error.code() is grpc.StatusCode[status]
     assert error_code(error) == code
     assert words in str(error.details())

@@ -64,7 +64,7 @@ async def refused(gateway: Running) -> grpc.aio.AioRpcError:
     began = time.perf_counter()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await gateway.stub.Generate(REQUEST).read()
-    assert time.perf_counter() - began < 1
+    assert time.perf_counter() - began < 2
     return caught.value
 
 
@@ -90,10 +90,10 @@ async def test_a_silent_memmgr_ends_all_streams_and_is_found_again(gateway: Runn
     began = time.perf_counter()
     for call in (reading, queued):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(call.read(), 5)
+            await asyncio.wait_for(call.read(), 20)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert error_code(caught.value) == "memmgr-lost"
-    assert time.perf_counter() - began < PEER_TIMEOUT_SECONDS + 1.5
+    assert time.perf_counter() - began < 5
     assert (await refused(gateway)).code() is grpc.StatusCode.UNAVAILABLE
     assert await status(gateway) == health_pb2.HealthCheckResponse.NOT_SERVING
     gateway.peer.frozen = False
@@ -108,7 +108,7 @@ async def test_a_memmgr_that_restarts_at_once_ends_what_the_old_one_had(gateway:
     gateway.peer = Peer(gateway.config.gateway_endpoint, gateway.peer.state)
     began = time.perf_counter()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asyncio.wait_for(call.read(), 5)
+        await asyncio.wait_for(call.read(), 20)
     assert time.perf_counter() - began < PEER_TIMEOUT_SECONDS
     assert error_code(caught.value) == "memmgr-lost"
     await gateway.until(lambda: gateway.serving)
@@ -189,24 +189,23 @@ async def test_a_gateway_alone_refuses_at_once(folder: Path, tmp_path: Path) -> 
             await found.stub.GetModel(api.GetModelRequest())
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     gateway.stop()
-    await asyncio.wait_for(serving, 10)
+    await asyncio.wait_for(serving, 20)
 
 
 async def test_a_memmgr_that_refuses_ends_the_process(folder: Path, tmp_path: Path) -> None:
     config = gateway_config(tmp_path, folder)
-    peer = Peer(config.gateway_endpoint, refusal="start one version")
-    with pytest.raises(StartError, match="start one version"):
-        await asyncio.wait_for(quiet(config).serve(), 20)
-    await peer.close()
+    async with Peer(config.gateway_endpoint, refusal="start one version"):
+        with pytest.raises(StartError, match="start one version"):
+            await asyncio.wait_for(quiet(config).serve(), 60)
 
 
 async def test_a_damaged_model_ends_the_process(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(StartError, match=r"tokenizer.json is missing"):
-        await asyncio.wait_for(quiet(gateway_config(tmp_path, folder)).serve(), 20)
+        await asyncio.wait_for(quiet(gateway_config(tmp_path, folder)).serve(), 60)
     with pytest.raises(StartError, match="there is no such folder"):
-        await asyncio.wait_for(quiet(gateway_config(tmp_path, "./nowhere")).serve(), 20)
+        await asyncio.wait_for(quiet(gateway_config(tmp_path, "./nowhere")).serve(), 60)
 
 
 async def test_a_taken_port_is_a_start_error(gateway: Running, folder: Path, tmp_path: Path) -> None:
@@ -231,22 +230,21 @@ async def test_a_model_that_is_not_there_yet_is_waited_for(tmp_path: Path, monke
     await asyncio.sleep(0.7)
     assert not serving.done()
     write_model(folder)
-    peer = Peer(config.gateway_endpoint, wire.ModelState(serving=True, model=model_info(folder)))
-    await asyncio.sleep(0.7)
-    assert gateway._inference.backend is None, "the folder is not marked as complete"
-    (folder / "kilburn-complete").touch()
-    async with grpc.aio.insecure_channel(str(gateway.address)) as channel:
+    state = wire.ModelState(serving=True, model=model_info(folder))
+    async with Peer(config.gateway_endpoint, state) as peer, grpc.aio.insecure_channel(str(gateway.address)) as channel:
+        await asyncio.sleep(0.7)
+        assert gateway._inference.backend is None, "the folder is not marked as complete"
+        (folder / "kilburn-complete").touch()
         found = Running(folder, config, gateway, peer, channel)
-        await found.until(lambda: found.serving, 10)
+        await found.until(lambda: found.serving, 30)
         await serve_one(found)
-    gateway.stop()
-    await asyncio.wait_for(serving, 10)
-    await peer.close()
+        gateway.stop()
+        await asyncio.wait_for(serving, 20)
 
 
 async def ended(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asyncio.wait_for(call, 5)
+        await asyncio.wait_for(call, 20)
     return caught.value
 
 
@@ -329,30 +327,40 @@ async def healthy(address: str) -> None:
 @pytest.mark.processes
 async def test_a_process_from_start_to_end(folder: Path, tmp_path: Path) -> None:
     config = gateway_config(tmp_path, folder)
-    peer = Peer(config.gateway_endpoint, wire.ModelState(serving=True, model=model_info(folder)))
-    with process(config) as child:
-        address = await address_of(config)
-        await peer.next(wire.GatewayHello, 30)
+    state = wire.ModelState(serving=True, model=model_info(folder))
+    async with Peer(config.gateway_endpoint, state) as peer:
+        with process(config) as child:
+            address = await address_of(config)
+            await healthy(address)
+            answer = asyncio.create_task(asyncio.to_thread(ask, address))
+            submit = await peer.next(wire.Submit)
+            assert (submit.tenant, submit.max_tokens, submit.sampling.temperature) == ("acme", 3, 0)
+            peer.tokens(submit.handle, [266, 5], finish=LENGTH, end=True)
+            assert await answer
+            leaving = asyncio.create_task(asyncio.to_thread(ask_and_leave, address))
+            submit = await peer.next(wire.Submit)
+            peer.tokens(submit.handle, [266])
+            assert (await peer.next(wire.Cancel)).handle == submit.handle
+            await leaving
+            child.send_signal(signal.SIGTERM)
+            _, errors = await asyncio.to_thread(child.communicate, None, 30)
+        assert child.returncode == 0
+        for words in (f"listening address={address}", f"serving address={address}", "stopped"):
+            assert words in errors
+        assert "Traceback" not in errors
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["gateway.sock"], "only the peer's socket is left"
 
-        await healthy(address)
 
-        def ask() -> str:
-            with Client(address, tenant="acme") as client:
-                return "".join(client.generate_text("The capital", max_tokens=3, temperature=0))
+def ask(address: str) -> str:
+    with Client(address, tenant="acme") as client:
+        return "".join(client.generate_text("The capital", max_tokens=3, temperature=0))
 
-        answer = asyncio.create_task(asyncio.to_thread(ask))
-        submit = await peer.next(wire.Submit)
-        assert (submit.tenant, submit.max_tokens, submit.sampling.temperature) == ("acme", 3, 0)
-        peer.tokens(submit.handle, [266, 5], finish=LENGTH, end=True)
-        assert await answer
-        child.send_signal(signal.SIGTERM)
-        _, errors = await asyncio.to_thread(child.communicate, None, 15)
-    assert child.returncode == 0
-    for words in (f"listening address={address}", f"serving address={address}", "stopped"):
-        assert words in errors
-    assert "Traceback" not in errors
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gateway.sock"], "only the peer's socket is left"
-    await peer.close()
+
+def ask_and_leave(address: str) -> None:
+    with Client(address) as client:
+        pieces = client.generate_text("The capital")
+        assert next(pieces)
+        pieces.close()
 
 
 @pytest.mark.processes
