@@ -94,7 +94,7 @@ class Project:
         return _run([*tool, "-p", self.name, *files, *arguments], seconds, environment)
 
     def container(self, service: str) -> str:
-        return self.compose("ps", "-q", service).strip()
+        return self.compose("ps", "--all", "--quiet", service).strip()
 
     def inspect(self, service: str) -> dict[str, Any]:
         (facts,) = json.loads(_run(["docker", "inspect", self.container(service)]))
