@@ -93,7 +93,6 @@ class Engine:
             EngineBusyError: too many wait already.
         """
         answer: Future[AnswerT] = Future()
-        answer.set_running_or_notify_cancel()  # from here on whoever waits may give up, and can't cancel it under our hands
 
         def reply() -> None:
             if not answer.set_running_or_notify_cancel():
