@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 #: Between two looks at what is due. Half of the shortest interval that something is due at.
 _POLL_MS: Final = int(500 * min(HELLO_INTERVAL_SECONDS, HEARTBEAT_INTERVAL_SECONDS))
 
-#: Frames read in one go before the loop looks at signals and heartbeats again. memmgr has two plans in flight at most.
-_MAX_DRAINED: Final = 16
+#: Frames read in one go before the loop looks at signals and heartbeats again: two plans, and the heartbeats of a long step.
+_MAX_DRAINED: Final = 64
 
 
 def run(config: ExecutorConfig) -> None:
