@@ -127,7 +127,6 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Verify(self, request: admin.VerifyRequest, context: Context) -> admin.VerifyResponse:  # noqa: N802
         """Check every invariant of the memory, and the executor's view against it."""
         inspection: Future[tuple[int, list[str]]] = Future()
-        inspection.set_running_or_notify_cancel()  # as in Engine.ask
 
         def verify() -> tuple[int, list[str]]:
             session = self._engine.session

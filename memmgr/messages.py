@@ -48,6 +48,8 @@ def read_submit(submit: engine.Submit, gateway: int, vocab_size: int, deadline: 
     highest = max(submit.prompt_ids)
     if highest >= vocab_size:
         raise MessageError(f"token id {highest} is outside the vocabulary of {vocab_size}")
+    if math.isnan(deadline):
+        raise MessageError("a deadline that is no number")
     _check_sampling(submit.sampling)
     return Submission(
         key=(gateway, submit.handle),

@@ -5,6 +5,7 @@
     fork                                     a second sequence with the same content
     acknowledge                              the executor has computed tokens: blocks that are now full enter the index
     release                                  the sequence's references go; what the index knows of it stays cached
+    distrust, flush                          nothing of a sequence, or of all, stays cached
     end_step                                 what the step needs beside the tables: copies, and blocks that fell free
 
 A planner changes nothing and says None where there is not enough; what it returned is applied before anything else changes. Two
@@ -216,6 +217,19 @@ class Memory:
         for block in reversed(table.blocks):
             self._drop(block)
 
+    def distrust(self, table: Table) -> None:
+        """Let nobody find what a sequence's blocks hold: it may be no numbers. The sequence is released next."""
+        for block in table.blocks:
+            if self.index.hash_of(block) is not None:
+                self._forget(block)
+        table.computed = table.committed = 0
+        table.node = None
+
+    def flush(self) -> None:
+        """Free every cached block."""
+        while self.pool.cached:
+            self._forget(self.pool.oldest())
+
     def end_step(self) -> StepMemory:
         """Close the step that was planned: return its copies and the blocks that fell free, and let go of the sources."""
         step = StepMemory(
@@ -255,7 +269,7 @@ class Memory:
 
     def _allocate(self) -> int:
         if self.pool.free == 0:
-            self._evict(self.pool.oldest())
+            self.counters.evicted_blocks += self._forget(self.pool.oldest())
         self.counters.allocated_blocks += 1
         return self.pool.take()
 
@@ -274,12 +288,12 @@ class Memory:
         else:
             self.pool.keep(block, self.now)
 
-    def _evict(self, block: int) -> None:
-        """Free a cached block; what stands on it could not be found any more and goes with it."""
-        for gone in self.index.remove(block):
-            if self.pool.state(gone) is BlockState.CACHED:
-                self._free(gone)
-                self.counters.evicted_blocks += 1
+    def _forget(self, block: int) -> int:
+        """Take a block out of the index, and what stands on it, which could not be found any more; return how many fell free."""
+        cached = [gone for gone in self.index.remove(block) if self.pool.state(gone) is BlockState.CACHED]
+        for gone in cached:
+            self._free(gone)
+        return len(cached)
 
     def _free(self, block: int) -> None:
         self.pool.release(block, self.now)

@@ -183,10 +183,11 @@ class Scheduler:
         self._complete(request, output_tokens, FinishReason.STOP, now)
 
     def abandon(self, code: EndCode, message: str, now: float) -> None:
-        """End every request: the executor is gone, and with it what was in flight."""
+        """End every request: the executor is gone, and with it what was in flight and what the pool held."""
         self._in_flight.clear()
         for request in list(self._requests.values()):
             self._end(request, code, message, now)
+        self.memory.flush()
 
     def take_events(self) -> list[Event]:
         """Return what clients are to hear, in order, and forget it."""
@@ -239,12 +240,10 @@ class Scheduler:
             request.table = self.memory.admit(request.submission.key, request.lineage, admission)
             request.slot = heappop(self._free_slots)
             request.residence += 1
-            request.high_water = max(request.high_water, admission.cached_tokens)
+            self._count_hits(request, admission.cached_tokens)
             if request.first_admitted_at is None:
                 request.first_admitted_at = now
                 request.cached_tokens = admission.cached_tokens
-                self.counters.prefix_query_tokens += admission.cached_tokens
-                self.counters.prefix_hit_tokens += admission.cached_tokens
             draft.opened.append(request)
             self._schedule(draft, request)
 
@@ -326,6 +325,13 @@ class Scheduler:
             if result is not None:
                 self._append(request, result, now)
 
+    def _count_hits(self, request: Request, cached_tokens: int) -> None:
+        """Count what an admission found of the prompt and no earlier one had found or computed: each token counts once."""
+        of_prompt = max(0, min(cached_tokens, request.prompt_length) - request.high_water)
+        self.counters.prefix_query_tokens += of_prompt
+        self.counters.prefix_hit_tokens += of_prompt
+        request.high_water = max(request.high_water, cached_tokens)
+
     def _count(self, request: Request, row: _Row) -> None:
         first_time = max(0, row.end - max(row.start, request.high_water))
         self.counters.recomputed_tokens += row.end - row.start - first_time
@@ -337,6 +343,8 @@ class Scheduler:
     def _append(self, request: Request, result: Sampled, now: float) -> None:
         """Add a sampled token to its request, which may end with it."""
         if result.failed:
+            if request.table is not None:
+                self.memory.distrust(request.table)  # or whoever begins with the same tokens fails as well
             self._complete(request, request.outputs, FinishReason.ERROR, now)
             return
         submission = request.submission

@@ -1,10 +1,12 @@
 """`kilburn up`, with real processes and a tiny model: what it starts, keeps and ends."""
 
+import json
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -44,7 +46,7 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 def test_serves_restarts_what_dies_and_leaves_nothing(runtime_dir: Path, tiny_model: Path) -> None:
     with up(runtime_dir, "--model", str(tiny_model), "--num-blocks", "64") as running:
-        assert answer(running) == 8
+        ask_everything(running, runtime_dir)
         old = [running.role(role) for role in ROLES]
         for process in old:
             process.kill()
@@ -60,6 +62,41 @@ def test_serves_restarts_what_dies_and_leaves_nothing(runtime_dir: Path, tiny_mo
     assert not left_behind(runtime_dir)
     assert not connects(running.gateway)
     assert not connects(running.admin)
+
+
+def spoken(running: Up, *words: str) -> Any:
+    """Run a client command of an instance with --json; return what it says."""
+    where = ("--server", running.gateway) if words[0] == "generate" else ("--admin-server", running.admin)
+    done = kilburn(*words, *where, "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def ask_everything(running: Up, runtime_dir: Path) -> None:
+    """Use each client command once."""
+    stopping = ("--max-tokens", "24", "--ignore-eos", "--temperature", "0")
+    answer = spoken(running, "generate", "virtual memory", *stopping, "--request-id", "mine")
+    assert (answer["request_id"], answer["finish_reason"]) == ("mine", "FINISH_REASON_LENGTH")
+    assert len(answer["token_ids"]) == answer["usage"]["completion_tokens"] == 24
+    shown = kilburn("generate", "virtual memory", *stopping, "--server", running.gateway)
+    assert shown.stdout == answer["text"] + "\n"
+    pool = spoken(running, "pool")
+    assert pool["total_blocks"] == 64
+    assert pool["free_blocks"] + pool["live_blocks"] + pool["cached_blocks"] == 64
+    assert len(spoken(running, "blocks")) == 64
+    assert len(spoken(running, "blocks", "--state", "cached")) == pool["cached_blocks"] > 0
+    assert spoken(running, "sequences", "--table") == []
+    verdict = spoken(running, "verify")
+    assert verdict["ok"] is True
+    assert verdict["checks"] > 0
+    assert "64 of 16 tokens" in kilburn("pool", "--admin-server", running.admin).stdout
+    for words in (("cancel", "nobody"), ("sequences", "--request-id", "nobody")):
+        refused = kilburn(*words, "--admin-server", running.admin)
+        assert refused.returncode == 1
+        assert refused.stderr.count("\n") == 1
+    for role, *where in (("gateway", "--listen", running.gateway), ("memmgr", "--admin", running.admin), ("executor",)):
+        assert kilburn("health", role, *where, "--runtime-dir", str(runtime_dir)).returncode == 0
 
 
 def test_nothing_outlives_a_killed_up_or_a_killed_supervisor(runtime_dir: Path, tiny_model: Path) -> None:

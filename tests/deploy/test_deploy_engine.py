@@ -94,7 +94,7 @@ class Project:
         return _run([*tool, "-p", self.name, *files, *arguments], seconds, environment)
 
     def container(self, service: str) -> str:
-        return self.compose("ps", "-q", service).strip()
+        return self.compose("ps", "--all", "--quiet", service).strip()
 
     def inspect(self, service: str) -> dict[str, Any]:
         (facts,) = json.loads(_run(["docker", "inspect", self.container(service)]))
@@ -103,6 +103,10 @@ class Project:
 
     def inside(self, service: str, *command: str) -> str:
         return _run(["docker", "exec", self.container(service), *command])
+
+    def crash(self, service: str) -> None:
+        """Kill the process from inside: what `docker kill` stops stays stopped. Detached, for the killer dies with it."""
+        _run(["docker", "exec", "--detach", self.container(service), "python", "-c", _CRASH])
 
     def image(self, service: str) -> dict[str, Any]:
         (facts,) = json.loads(_run(["docker", "image", "inspect", self.inspect(service)["Image"]]))
@@ -144,7 +148,8 @@ class Project:
 
 @pytest.fixture(scope="module")
 def project() -> Iterator[Project]:
-    running = Project(f"kilburn-test-{os.getpid()}", _free_port(), _free_port())
+    running = Project("kilburn-test", _free_port(), _free_port())
+    running.compose("down", "--volumes", "--timeout", "30")  # what a run that was killed has left
     try:
         running.compose("build", seconds=_BUILD_SECONDS)
         running.compose("up", "--detach", seconds=_HEALTHY_SECONDS)
@@ -197,7 +202,7 @@ def test_an_answer_comes_after_a_restart(project: Project, service: str) -> None
 def test_a_crashed_process_is_started_again(project: Project, service: str) -> None:
     restarts = project.inspect(service)["RestartCount"]
     total_blocks = project.total_blocks()
-    project.inside(service, "python", "-c", _CRASH)
+    project.crash(service)
     _wait("restarted", 60, lambda: project.inspect(service)["RestartCount"] > restarts)
     project.wait_healthy()
     assert "Paris" in project.ask()

@@ -101,22 +101,32 @@ def test_ties_at_the_edge_of_the_first_width(seed: int) -> None:
     """More tokens tie with the k-th than the first look sees: they are all kept, and weighed by top-p."""
     logits = np.full((1, 4000), 1.0, dtype=np.float32)
     logits[0, :10] = 3.0
-    one = draw(top_k=1000, top_p=0.5, seed=seed)
+    one = draw(top_k=1000, top_p=0.04, seed=seed)  # the ten alone hold 2 % of all, and 7 % of what the first look sees
     keep, _ = kept(logits[0].astype(np.float64), one)
     assert keep.sum() == 4000
     token = sample(torch.from_numpy(logits.copy()), [one]).token_ids[0]
     assert token == int(sums(logits[0].astype(np.float64), one).argmax())
 
 
+@pytest.mark.parametrize("vocabulary", [200, 3000])
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p", "temperature"),
-    [(5, 1.0, 0.0, 1.0), (0, 0.8, 0.0, 0.7), (0, 1.0, 0.1, 1.5), (20, 0.9, 0.05, 2.0), (0, 0.01, 0.0, 1.0), (60, 0.97, 0.0, 1.3)],
+    [
+        (2000, 1.0, 0.0, 1.0),
+        (1500, 0.99, 0.0, 3.0),
+        (5, 1.0, 0.0, 1.0),
+        (0, 0.8, 0.0, 0.7),
+        (0, 1.0, 0.1, 1.5),
+        (20, 0.9, 0.05, 2.0),
+        (0, 0.01, 0.0, 1.0),
+        (60, 0.97, 0.0, 1.3),
+    ],
 )
-def test_the_filters_are_transformers(top_k: int, top_p: float, min_p: float, temperature: float) -> None:
+def test_the_filters_are_transformers(vocabulary: int, top_k: int, top_p: float, min_p: float, temperature: float) -> None:
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     torch.manual_seed(1)
-    logits = torch.randn(20, 200) * 3
+    logits = torch.randn(20, vocabulary) * 3
     scores = TemperatureLogitsWarper(temperature)(None, logits)
     if top_k:
         scores = TopKLogitsWarper(top_k)(None, scores)
@@ -200,6 +210,16 @@ def test_rows_are_drawn_whole_or_in_part_to_the_same_end(monkeypatch: pytest.Mon
         monkeypatch.setattr(sampler, "_MAX_LOGITS", passes)
         found.append(sample(logits.clone(), each).token_ids)
     assert found[1:] == found[:-1]
+
+
+@pytest.mark.parametrize("near", [0.0, 1.0, 30.0])
+def test_where_the_race_begins_does_not_matter(near: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(7)
+    logits = torch.randn(400, 97) * 2
+    each = [draw(seed=row) for row in range(400)]
+    expected = sample(logits.clone(), each).token_ids
+    monkeypatch.setattr(race, "_NEAR", near)
+    assert sample(logits.clone(), each).token_ids == expected
 
 
 def test_greedy_takes_the_lowest_of_equals_and_ignores_the_filters() -> None:

@@ -149,7 +149,7 @@ def test_a_decoder_that_remembers_more_than_the_context_costs_more_and_stays_rig
 
 
 @pytest.mark.model
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_the_default_model_streams_as_it_decodes(data: st.DataObject) -> None:
     tokenizer = default_tokenizer()

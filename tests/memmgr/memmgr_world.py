@@ -337,6 +337,9 @@ class World:
         ends = [client.end for client in self.clients.values()]
         assert all(end is not None for end in ends), "a request has no end"
         codes = [end.code for end in ends if end is not None]
+        if EndCode.CANCELLED not in codes and EndCode.DEADLINE not in codes:
+            served = [c.submission for c in self.clients.values() if c.end is not None and c.end.code is EndCode.OK]
+            assert counted.prefix_query_tokens == sum(len(submission.prompt) for submission in served)
         assert counted.finished_requests == codes.count(EndCode.OK)
         assert counted.cancelled_requests == codes.count(EndCode.CANCELLED) + codes.count(EndCode.DEADLINE)
         assert counted.finished_requests + counted.cancelled_requests + counted.rejected_requests == len(codes)

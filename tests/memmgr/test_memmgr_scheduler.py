@@ -7,6 +7,7 @@ from array import array
 import pytest
 
 from memmgr.core.blocks import BlockState
+from memmgr.core.memory import Memory
 from memmgr.schedule.plans import (
     EndCode,
     FinishReason,
@@ -79,16 +80,12 @@ def test_plan_n_plus_1_leaves_before_result_n() -> None:
 
 def test_decodes_come_first_and_never_wait_for_a_prompt() -> None:
     world = World(blocks=200, max_step_tokens=8)
-    world.submit(range(100), 5)  # the older one: its prompt still comes after the younger one's token
-    world.submit([7], 40)
-    assert rows(world.step()) == [(0, 0, 8)]
-    while not world.clients[1, 2].tokens:
-        world.step()
-    for _ in range(5):
-        plan = world.step()
-        assert plan is not None
-        assert plan.chunks[0].count == 1
-        assert sum(chunk.count for chunk in plan.chunks) == 8 or world.clients[1, 1].tokens
+    stream = world.submit([7], 40)
+    world.step()
+    world.submit(range(100), 5, priority=-1)  # before it in rank
+    for number in range(14):
+        assert rows(world.step()) == [(0, 1 + number, 1), (1, 7 * number, 7)]
+    assert len(world.clients[stream].tokens) == 15
 
 
 def test_a_stream_moves_in_every_step_while_long_prompts_are_computed() -> None:
@@ -130,7 +127,7 @@ def test_priority_then_arrival() -> None:
     for priority in (0, 1, -1, 0, -1):
         world.submit([1], 1, priority=priority)
     ended: list[int] = []
-    while len(ended) < 5:
+    for _ in range(5):
         world.step()
         ended += [key[1] for key, client in world.clients.items() if client.end is not None and key[1] not in ended]
     assert ended == [3, 5, 1, 4, 2]
@@ -237,14 +234,35 @@ def test_a_preempted_one_finds_its_blocks_again_where_they_were_not_needed() -> 
     world = World(blocks=6, block_size=2)
     world.submit(range(1, 6), 6)
     second = world.submit(range(11, 16), 6)
-    while not world.scheduler.counters.preemptions:
+    for _ in range(4):
         world.step()
+    assert world.scheduler.counters.preemptions == 1
     assert world.memory.pool.cached > 0
     world.run()
     world.check_answer(second)
     end = world.clients[second].end
     assert end is not None
     assert end.cached_tokens == 0, "of its first admission"
+    world.check_idle()
+
+
+def test_each_prompt_token_is_counted_once_whoever_computed_it() -> None:
+    """A prompt that is set aside half computed, and found whole in the cache when it comes back."""
+    world = World(blocks=14, block_size=2, max_running=3, max_step_tokens=4)
+    for prompt in [1, 2], [3, 4]:
+        world.submit(prompt, 11)
+    for _ in range(6):
+        world.step()
+    late = world.submit(range(20, 31), 1, priority=1)  # two tokens in each step, until the others take its blocks
+    for _ in range(4):
+        world.step()
+    assert (world.scheduler.waiting[0].submission.key, world.scheduler.waiting[0].high_water) == (late, 6)
+    world.submit(range(20, 31), 1, priority=-1)  # finds four of its tokens, computes four, and is found
+    for _ in range(10):
+        world.step()
+    counters = world.scheduler.counters
+    assert counters.prefix_query_tokens == 2 + 2 + 11 + 11
+    assert (counters.prefix_hit_tokens, counters.prefill_tokens) == (4 + 2, 2 + 2 + 7 + 9)
     world.check_idle()
 
 
@@ -324,10 +342,38 @@ def test_logits_that_are_no_numbers_end_the_sequence() -> None:
     world.scheduler.check_invariants()
 
 
+def test_what_may_be_no_numbers_is_not_found_by_others() -> None:
+    world = World(block_size=2, max_step_tokens=8)
+    good = world.submit([1, 2, 3, 4, 8], 1)
+    world.run()
+    world.check_answer(good)
+    world.submit([1, 2, 3, 4, 5, 6, 7], 5)
+    world.plan()
+    plan = world.in_flight.popleft()
+    assert plan.chunks[0].start == 4
+    world.scheduler.complete(plan.step, [Sampled(0, failed=True)], 0.0)
+    world.listen()
+    world.scheduler.check_invariants()
+    assert world.memory.pool.cached == 0, "which of its blocks is to blame isn't known"
+    again = world.submit([1, 2, 3, 4, 5, 6, 7], 5)
+    assert rows(world.plan()) == [(0, 0, 7)]
+    assert world.clients[again].end is None
+
+
+def test_a_short_failed_prompt_leaves_no_tail() -> None:
+    world = World(block_size=8)
+    world.submit([1, 2, 3], 5)
+    world.plan()
+    world.in_flight.clear()
+    world.scheduler.complete(1, [Sampled(0, failed=True)], 0.0)
+    world.listen()
+    assert world.memory.pool.cached == 0
+
+
 def test_a_stop_string_ends_it_after_as_many_tokens_as_the_gateway_says() -> None:
     world = World()
     key = world.submit([1, 2, 3], 10)
-    while len(world.clients[key].tokens) < 5:
+    for _ in range(5):
         world.step()
     world.scheduler.finish(key, 3, 0.0)
     world.listen()
@@ -454,8 +500,20 @@ def test_everything_ends_where_the_executor_is_lost() -> None:
         assert end is not None
         assert (end.code, end.message) == (EndCode.UNAVAILABLE, "gone")
     assert world.scheduler.plans_in_flight == 0
-    assert world.memory.pool.live == 0
     world.scheduler.check_invariants()
+
+
+def test_nothing_is_counted_as_held_once_the_executor_is_lost() -> None:
+    """The counters go on in the next executor's session, whose pool begins empty."""
+    world = World()
+    world.submit(range(20), 1)
+    world.run()
+    assert world.memory.pool.cached
+    world.scheduler.abandon(EndCode.UNAVAILABLE, "gone", 0.0)
+    counters = world.memory.counters
+    assert counters.allocated_blocks == counters.freed_blocks > 0
+    assert counters.evicted_blocks == 0
+    Memory(64, 4, prefix_cache=True, counters=counters).check_invariants()
 
 
 def test_a_result_out_of_turn_is_our_own_bug() -> None:
@@ -531,8 +589,8 @@ def test_thirty_requests_share_one_system_prompt() -> None:
     world.submit([*system, 1], 4)
     world.run()
     keys = [world.submit([*system, 2, number], 4) for number in range(30)]
-    while world.scheduler.waiting:
-        world.step()
+    world.step()
+    assert not world.scheduler.waiting
     assert world.memory.pool.shared == 50
     assert world.memory.pool.live <= 50 + 30 * 2
     world.run()
