@@ -14,14 +14,14 @@ SEED = 20_261_129
 TOKENS = 40
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def prompt(chosen: list[Expected]) -> Expected:
     return next(prompt for prompt in chosen if prompt.name == "chat-turns")
 
 
-@pytest.fixture
-def alone(ample: System, prompt: Expected) -> Answer:
-    return ask(ample.client, request(prompt))
+@pytest.fixture(scope="module")
+def alone(_ample: System, prompt: Expected) -> Answer:
+    return ask(_ample.client, request(prompt))
 
 
 def request(prompt: Expected, **rest: object) -> api.GenerateRequest:
