@@ -15,7 +15,7 @@ from typing import Final
 import click
 
 from kilburn import __version__
-from kilburn.errors import StartError
+from kilburn.errors import KilburnError, StartError
 
 _FAILED: Final = 1
 _WRONG: Final = 2
@@ -67,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error.format_message(), _WRONG)
     except StartError as error:
         return _fail(str(error), _WRONG)
+    except KilburnError as error:
+        return _fail(str(error), _FAILED)
     except click.Abort:
         return _INTERRUPTED
     except BrokenPipeError:
