@@ -1,6 +1,7 @@
 """`kilburn health`: one process's health as an exit status, for health checks of containers."""
 
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -18,10 +19,10 @@ def health(role: str, listen: Address, admin: Address, runtime_dir: Path) -> Non
 
     Exits with 0 if it is, else says why not and exits with 1.
     """
-    from cli.ready import executor_health, grpc_health, listening, wall_clock
+    from cli.ready import executor_health, grpc_health, listening
 
     if role == "executor":
-        reason = executor_health(runtime_dir, wall_clock())
+        reason = executor_health(runtime_dir, time.time())
     elif role == "memmgr":
         reason = grpc_health(listening(admin, runtime_dir / "admin.address"))
     else:

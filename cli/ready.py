@@ -1,7 +1,6 @@
 """Whether an instance answers: the three services' health as each of them tells it. One short call, no waiting."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -67,8 +66,3 @@ def executor_health(runtime_dir: Path, now: float) -> str:
     if phase != "running":
         return f"the executor is {phase}"
     return "" if connected is True else "the executor is not connected to memmgr"
-
-
-def wall_clock() -> float:
-    """Return the Unix time, which the executor's health file is compared with."""
-    return time.time()

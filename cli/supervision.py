@@ -3,8 +3,11 @@
 Knows supervisord's interface, not what the services do.
 """
 
+import base64
+import http.client
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +26,9 @@ CONFIGURATION: Final = Path(__file__).with_name("supervisord.conf")
 
 #: All three programs' stopwaitsecs and a margin; then what is left is killed.
 STOP_TIMEOUT_SECONDS: Final = 60.0
+
+#: supervisord answers between two looks at its programs, of which there are three.
+_CALL_TIMEOUT_SECONDS: Final = 2.0
 
 #: How long killed processes may take to be gone.
 _KILL_TIMEOUT_SECONDS: Final = 5.0
@@ -70,17 +76,13 @@ class Supervision:
 
     def given_up(self) -> list[str]:
         """Return the programs that supervisord no longer tries to start."""
-        from supervisor.states import ProcessStates
-        from supervisor.xmlrpc import SupervisorTransport
-
-        transport = SupervisorTransport("kilburn", self._password, f"unix://{self._socket}")
         try:
-            with xmlrpc.client.ServerProxy("http://127.0.0.1", transport) as server:
+            with xmlrpc.client.ServerProxy("http://localhost", _UnixTransport(self._socket, self._password)) as server:
                 programs = server.supervisor.getAllProcessInfo()
-        except (OSError, xmlrpc.client.Error):
-            return []  # it is starting or ending; `alive` tells
+        except (OSError, http.client.HTTPException, xmlrpc.client.Error):
+            return []  # it is starting, ending or stopped; `alive` tells
         assert isinstance(programs, list)
-        return [program["name"] for program in programs if program["state"] == ProcessStates.FATAL]
+        return [program["name"] for program in programs if program["statename"] == "FATAL"]
 
     def begin_stop(self) -> None:
         """Ask for the end of all: gateway, executor, memmgr, each in its time."""
@@ -99,6 +101,30 @@ class Supervision:
                 continue
         psutil.wait_procs(below, timeout=_KILL_TIMEOUT_SECONDS)
         self._forwarder.join(_KILL_TIMEOUT_SECONDS)
+
+
+class _UnixTransport(xmlrpc.client.Transport):
+    """XML-RPC over supervisord's Unix socket. supervisord has one too, which waits without end for a stopped supervisord."""
+
+    def __init__(self, path: Path, password: str) -> None:
+        credentials = base64.b64encode(f"kilburn:{password}".encode()).decode()
+        super().__init__(headers=[("Authorization", f"Basic {credentials}")])
+        self._path = path
+
+    def make_connection(self, host: object) -> http.client.HTTPConnection:
+        """Return the connection on which the call is made."""
+        return _UnixConnection(self._path)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost")
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(_CALL_TIMEOUT_SECONDS)
+        self.sock.connect(str(self._path))
 
 
 def environment(options: ServerOptions) -> dict[str, str]:

