@@ -31,6 +31,9 @@ _BUILD_SECONDS: Final = 1500
 _HEALTHY_SECONDS: Final = 300
 _COMMAND_SECONDS: Final = 120
 
+#: Seconds pass while others use the processors: containers share them as one group. An answer takes one on an idle machine.
+_ANSWER_SECONDS: Final = 150
+
 #: What an image may add to its base: memmgr has gRPC, ZeroMQ and numpy; the gateway transformers and the tokenizer as well.
 _MEMMGR_BYTES: Final = 200 * _MIB
 _GATEWAY_BYTES: Final = 450 * _MIB
@@ -138,7 +141,7 @@ class Project:
             stopping=inference_pb2.Stopping(max_tokens=24),
         )
         with grpc.insecure_channel(f"127.0.0.1:{self.port}") as channel:
-            return "".join(part.text for part in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60))
+            return "".join(part.text for part in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=_ANSWER_SECONDS))
 
     def total_blocks(self) -> int:
         with grpc.insecure_channel(f"127.0.0.1:{self.admin_port}") as channel:
