@@ -25,13 +25,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json.
 
     Raises:
-        StartError: it is missing, no JSON, or of a kind that Kilburn does not serve by its very form.
+        StartError: it is missing, no JSON, names no kind of model, or names weights of a kind that Kilburn does not load.
     """
     config = _read_json(folder / "config.json")
     if not isinstance(config.get("model_type"), str):
         raise StartError(f"{folder / 'config.json'} names no model_type")
-    if "auto_map" in config:
-        raise StartError(f"{folder} needs Python code of its own (auto_map in config.json), which Kilburn never runs")
     if "quantization_config" in config:
         method = (config["quantization_config"] or {}).get("quant_method", "unknown")
         raise StartError(f"{folder} holds weights quantized by {method}; Kilburn loads float32, bfloat16 and float16")

@@ -4,6 +4,7 @@ Knows configurations. What it does not know to refuse is found out by executor/p
 """
 
 import inspect
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kilburn.errors import StartError
@@ -25,6 +26,14 @@ _SERVED_LAYERS: Final = frozenset({"full_attention", "sliding_attention"})
 #: Rotary embeddings that change with the longest position of the batch, so that one sequence would change another's numbers.
 #: Below the original context length they do not.
 _LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The longest sequence, and what sets it."""
+
+    tokens: int
+    set_by: str
 
 
 def check_family(config: "PreTrainedConfig") -> None:
@@ -71,21 +80,15 @@ def model_class(config: "PreTrainedConfig") -> type["PreTrainedModel"]:
     return chosen
 
 
-def context_length(config: "PreTrainedConfig") -> int | None:
-    """Return how many tokens the model was made for; None where its configuration does not say."""
+def context_limits(config: "PreTrainedConfig") -> list[Context]:
+    """Return how many tokens the model was made for, and to what length it can be batched; empty where it does not say."""
     text = config.get_text_config(decoder=True)
-    limits = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")]
-    known = [limit for limit in limits if isinstance(limit, int) and limit > 0][:1]
-    return min([*known, *_rope_limits(text)], default=None)
-
-
-def _rope_limits(text: "PreTrainedConfig") -> list[int]:
-    """Return the lengths up to which the rotary embedding of a token depends on that token alone."""
+    known = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")]
+    limits = [Context(tokens, "the model") for tokens in known if isinstance(tokens, int) and tokens > 0][:1]
     parameters = getattr(text, "rope_parameters", None) or {}
     each = [parameters] if "rope_type" in parameters else [value for value in parameters.values() if isinstance(value, dict)]
-    limits = []
     for rope in each:
-        if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
-            original = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
-            limits.append(original or text.max_position_embeddings)
-    return [limit for limit in limits if limit]
+        original = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE and original:
+            limits.append(Context(original, f"its {rope['rope_type']} rotary embedding, which changes with the batch beyond"))
+    return limits

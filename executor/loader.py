@@ -12,6 +12,7 @@ from torch import Tensor
 
 from executor import attention, families, probe
 from executor.checkpoint import check_weights, name_some, read_config
+from executor.families import Context
 from kernels.interface import AttentionBackend, AttentionRule, CacheShape
 from kilburn.config import Dtype
 from kilburn.errors import StartError
@@ -29,7 +30,7 @@ class LoadedModel:
     model: "PreTrainedModel"  # a PreTrainedModel whose attention is executor/attention.py's
     shape: CacheShape
     rules: tuple[AttentionRule, ...]
-    context_length: int  # of the model and --max-model-len; the pool may allow less
+    context: Context  # the pool may allow less
     vocab_size: int  # ids that are tokens
     head_rows: int  # rows of the output head: at least vocab_size where a model pads its vocabulary
 
@@ -67,16 +68,15 @@ def load(
     Raises:
         StartError: the folder is damaged, or this kind of model can't be served; it says which file, tensor or kind.
     """
-    read_config(folder)
     config = _config(folder)
     families.check_family(config)
     model_class = families.model_class(config)
-    context = _context_length(config, max_model_len)
+    context = _context(config, max_model_len)
     check_weights(folder)
     attention.register()
     model = _model(model_class, folder, config, device, dtype)
     try:
-        seen = probe.observe(model, context)
+        seen = probe.observe(model, context.tokens)
         probe.check(model, seen, backend, block_size)
     except StartError as error:
         raise StartError(f"{config.model_type} models can't be served: {error}") from error
@@ -85,7 +85,7 @@ def load(
         model=model,
         shape=CacheShape(seen.layers, block_size, model.dtype),
         rules=seen.rules,
-        context_length=context,
+        context=context,
         vocab_size=min(vocabulary, seen.head_rows),
         head_rows=seen.head_rows,
     )
@@ -94,18 +94,23 @@ def load(
 def _config(folder: Path) -> "PreTrainedConfig":
     from transformers import AutoConfig
 
+    raw = read_config(folder)
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
+        if "auto_map" in raw:
+            reason = f"{raw['model_type']} models need Python code from their folder, which Kilburn never runs"
+            raise StartError(f"{folder} can't be used: {reason}") from error
         raise StartError(f"{folder / 'config.json'} can't be used: {_first_line(error)}") from error
 
 
-def _context_length(config: "PreTrainedConfig", max_model_len: int | None) -> int:
-    own = families.context_length(config)
-    known = [length for length in (own, max_model_len) if length is not None]
-    if not known:
+def _context(config: "PreTrainedConfig", max_model_len: int | None) -> Context:
+    limits = families.context_limits(config)
+    if max_model_len is not None:
+        limits.append(Context(max_model_len, "--max-model-len"))
+    if not limits:
         raise StartError(f"this {config.model_type} model does not say how long its context is; give --max-model-len")
-    return min(known)
+    return min(limits, key=lambda limit: limit.tokens)
 
 
 def _model(

@@ -23,9 +23,9 @@ from kilburn.errors import StartError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Tokens of each of the two sequences that are compared, and where their chunks end: a chunk, another one, one decode.
-_TOKENS: Final = 24
-_CHUNK_ENDS: Final = ((15, 23, 24), (9, 10, 24))
+#: Tokens of each of the two sequences that are compared; fewer where the model has no room for as many.
+_MOST_TOKENS: Final = 24
+_LEAST_TOKENS: Final = 4
 
 #: Ids are taken from the start of the vocabulary, where no family has placeholders for images.
 _MAX_ID: Final = 1000
@@ -34,6 +34,9 @@ _MAX_ID: Final = 1000
 #: around 1e-6. In half precision single rows may differ much (a mixture's router takes another expert), so the middle row counts.
 _TOLERANCE_FLOAT32: Final = 1e-3
 _TOLERANCE_HALF: Final = 0.1
+
+#: A model whose logits are all alike (it was made for a test) has no spread to compare with.
+_LEAST_SPREAD: Final = 1e-3
 
 #: Arguments of an attention call that change its result in a way that no backend knows.
 _UNSERVED_OPTIONS: Final = ("position_bias", "indices", "block_indices", "sinks")
@@ -140,7 +143,7 @@ class _Recorder:
 
 @torch.inference_mode()
 def observe(model: "PreTrainedModel", context_length: int) -> Observation:
-    """Run a few tokens through the model and return how it attends.
+    """Run a few tokens through the model and return how it attends in contexts of at most `context_length` tokens.
 
     Raises:
         StartError: in a way that can't be served.
@@ -166,7 +169,10 @@ def check(model: "PreTrainedModel", seen: Observation, backend: AttentionBackend
     with _implementation(model, "eager"):
         expected = _forward(model, ids, _positions(ids))
     found = _paged_logits(model, ids, seen, backend, block_size)
-    distances = (found - expected).norm(dim=-1) / (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    if bool(expected.isnan().any()):
+        raise StartError(f"its logits are not numbers in {str(model.dtype).removeprefix('torch.')}; give another --dtype")
+    spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    distances = (found - expected).norm(dim=-1) / spread.clamp(min=_LEAST_SPREAD)
     if model.dtype == torch.float32:
         wrong = not bool((distances <= _TOLERANCE_FLOAT32).all())
     else:
@@ -183,13 +189,15 @@ def _paged_logits(
 ) -> Tensor:
     """Return the logits of two sequences, computed in uneven chunks side by side, through blocks in no order."""
     shape = CacheShape(seen.layers, block_size, model.dtype)
-    each = -(-_TOKENS // block_size)
+    tokens = ids.shape[1]
+    each = -(-tokens // block_size)
     frames = torch.full((2 * each + 1, backend.layout(shape).elements), torch.nan, dtype=model.dtype, device=model.device)
     cache = KvCache(shape, frames)
     tables = torch.arange(2 * each, dtype=torch.int32, device=model.device).flip(0).reshape(each, 2).T.contiguous()
     logits = ids.new_zeros(*ids.shape, seen.head_rows, dtype=torch.float32)
     starts = (0, 0)
-    for ends in zip(*_CHUNK_ENDS, strict=True):
+    # One sequence ends with a decode, the other has one in between.
+    for ends in ((tokens * 5 // 8, tokens * 3 // 8), (tokens - 1, tokens * 3 // 8 + 1), (tokens, tokens)):
         order = sorted((0, 1), key=lambda sequence: ends[sequence] - starts[sequence] > 1)  # decodes first
         parts = [(sequence, torch.arange(starts[sequence], ends[sequence], device=ids.device)) for sequence in order]
         positions = torch.cat([part for _, part in parts])[None]
@@ -236,9 +244,17 @@ def _forward(model: "PreTrainedModel", ids: Tensor, positions: Tensor) -> Tensor
 
 
 def _ids(model: "PreTrainedModel") -> Tensor:
-    """Return two different sequences of ids, [2, tokens]."""
-    vocabulary = min(_MAX_ID, model.config.get_text_config(decoder=True).vocab_size)
-    ids: Tensor = (torch.arange(2 * _TOKENS, device=model.device).reshape(2, _TOKENS) * 37 + 11) % vocabulary
+    """Return two different sequences of ids, [2, tokens].
+
+    Raises:
+        StartError: there is no room for them.
+    """
+    text = model.config.get_text_config(decoder=True)
+    tokens = min(_MOST_TOKENS, getattr(text, "max_position_embeddings", None) or _MOST_TOKENS)
+    if tokens < _LEAST_TOKENS:
+        raise StartError(f"it has room for {tokens} tokens; at least {_LEAST_TOKENS} are needed")
+    vocabulary = min(_MAX_ID, text.vocab_size)
+    ids: Tensor = (torch.arange(2 * tokens, device=model.device).reshape(2, tokens) * 37 + 11) % vocabulary
     return ids
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import zmq
 
@@ -29,15 +29,14 @@ from kilburn.wire.envelope import new_incarnation
 from kilburn.wire.link import Link
 from kilburn.wire.sockets import dealer
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from executor.runner import Runner
 
 #: Between two looks at what is due. Half of the shortest interval that something is due at.
 _POLL_MS: Final = int(500 * min(HELLO_INTERVAL_SECONDS, HEARTBEAT_INTERVAL_SECONDS))
 
-#: Frames read in one go before the loop looks at signals and heartbeats again. memmgr has two plans in flight at most.
-_MAX_DRAINED: Final = 16
+#: Frames read in one go before the loop looks at signals and heartbeats again: two plans, and the heartbeats of a long step.
+_MAX_DRAINED: Final = 64
 
 
 def run(config: ExecutorConfig) -> None:

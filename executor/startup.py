@@ -112,6 +112,7 @@ def ready(config: ExecutorConfig, incarnation: int, progress: Progress, log: Log
             device=info.device,
             attention=info.attention_backend,
             context=info.context_length,
+            context_set_by=model.context.set_by if info.context_length == model.context.tokens else "the pool",
             blocks=info.total_blocks,
             block_size=info.block_size,
             pool_mib=round(pool.spec.bytes / MIB, 1),
@@ -147,7 +148,7 @@ def _pool_size(config: ExecutorConfig, model: LoadedModel, backend: AttentionBac
         frame_bytes=backend.layout(model.shape).frame_bytes(model.shape.dtype),
         num_blocks=config.num_blocks,
         kv_memory_bytes=config.kv_memory_bytes,
-        most_useful_blocks=config.max_running * -(-model.context_length // config.block_size),
+        most_useful_blocks=config.max_running * -(-model.context.tokens // config.block_size),
     )
     if model.device.type == "cpu":
         return sizing.cpu_blocks(demand, sizing.free_memory_bytes(), free_bytes(config.pool_dir))
@@ -160,7 +161,7 @@ def _model_info(
     return ModelInfo(
         name=folder.resolve().name if Path(config.model).expanduser().is_dir() else config.model,
         fingerprint=fingerprint(folder),
-        context_length=min(model.context_length, blocks * config.block_size),
+        context_length=min(model.context.tokens, blocks * config.block_size),
         vocab_size=model.vocab_size,
         block_size=config.block_size,
         total_blocks=blocks,

@@ -200,9 +200,11 @@ class AdminServer:
 
     def stop(self) -> None:
         """End the calls, close the port, end the thread."""
-        if self._thread.is_alive():
+        if not self._thread.is_alive():
+            return
+        if not (self._bound.done() and self._bound.exception()):  # else it is ending, and its loop may be closed by now
             self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join(2 * _GRACE_SECONDS + 1)
+        self._thread.join(2 * _GRACE_SECONDS + 1)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -16,6 +16,7 @@ import zmq
 from google.protobuf.message import Message
 
 from kilburn.config import MemmgrConfig
+from kilburn.errors import StartError
 from kilburn.limits import HEARTBEAT_INTERVAL_SECONDS, PEER_TIMEOUT_SECONDS, PROTOCOL
 from kilburn.log import Logger
 from kilburn.v1 import engine_pb2 as engine
@@ -57,13 +58,22 @@ class Engine:
     """See the module. `ask` may be called from any thread, all else belongs to the thread that calls `run`."""
 
     def __init__(self, config: MemmgrConfig, incarnation: int, context: "zmq.Context[zmq.Socket[bytes]]", log: Logger) -> None:
+        """Bind both sockets.
+
+        Raises:
+            StartError: one can't be bound.
+        """
         self.incarnation: Final = incarnation
         self.totals: Final = Totals(MemoryCounters(), ScheduleCounters(), StepTotals())
         self.session: Session | None = None
         self._config = config
         self._log = log
         self._gateways = Hub(context, config.gateway_endpoint, incarnation)
-        self._executors = Hub(context, config.executor_endpoint, incarnation)
+        try:
+            self._executors = Hub(context, config.executor_endpoint, incarnation)
+        except StartError:
+            self._gateways.close()  # or the context waits for it for ever
+            raise
         self._gateway_states: dict[int, _Gateway] = {}
         self._executor_spoke = 0.0
         self._reason = "no executor has connected yet"

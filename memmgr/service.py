@@ -2,6 +2,7 @@
 
 import signal
 from pathlib import Path
+from typing import Final
 
 import zmq
 
@@ -11,6 +12,9 @@ from kilburn.wire.endpoints import check_endpoint, ipc_folder, lock, private_dir
 from kilburn.wire.envelope import new_incarnation
 from memmgr.admin import AdminServer
 from memmgr.engine import Engine
+
+#: What ends the process. A terminal's Ctrl-C and a supervisor's SIGTERM may come together.
+_ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 def run(config: MemmgrConfig) -> None:
@@ -34,7 +38,7 @@ def run(config: MemmgrConfig) -> None:
 def _serve(config: MemmgrConfig, context: "zmq.Context[zmq.Socket[bytes]]", logger: log.Logger) -> None:
     engine = Engine(config, new_incarnation(), context, logger)
     server = AdminServer(engine, config.admin, logger)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _ENDING:
         signal.signal(number, lambda *_: engine.stop())
     published: Path | None = None
     try:
@@ -44,6 +48,8 @@ def _serve(config: MemmgrConfig, context: "zmq.Context[zmq.Socket[bytes]]", logg
         engine.run()
         logger.info("memmgr ends")
     finally:
+        for number in _ENDING:
+            signal.signal(number, signal.SIG_IGN)  # a second one, while this closes or Python ends, changes nothing
         server.stop()
         if published is not None:
             published.unlink(missing_ok=True)

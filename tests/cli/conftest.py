@@ -14,6 +14,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def runtime_dir() -> Iterator[Path]:
-    """A folder whose path is short, as a user's is."""
+    """A folder whose path is short, as a user's is, and has all that a configuration file might take for its own."""
     with TemporaryDirectory(prefix="kb-") as folder:
-        yield Path(folder) / "run"
+        yield Path(folder) / "a run; 100% #1"

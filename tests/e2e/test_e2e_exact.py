@@ -31,7 +31,8 @@ def test_blocks_of_16_one_at_a_time(ample: System, chosen: list[Expected]) -> No
 def test_blocks_of_16_all_at_once_cold_and_warm(ample: System, chosen: list[Expected]) -> None:
     cold = rounds.run(ample, chosen, "together", salt="exact-together")
     warm = rounds.run(ample, chosen, "warm", salt="exact-together")
-    assert cold.cached_tokens == 0
+    # Where prompts begin alike, the first of them may be done before the last is admitted.
+    assert cold.cached_tokens < warm.cached_tokens
     # All but the last token of each prompt, which is computed in any case: the tails of blocks are shared too.
     assert warm.cached_tokens == sum(len(prompt.prompt_ids) - 1 for prompt in chosen)
     assert cold.preemptions == warm.preemptions == 0

@@ -45,12 +45,13 @@ def test_in_a_batch_of_16(ample: System, prompt: Expected, chosen: list[Expected
 
 def test_across_a_preemption(small: System, prompt: Expected, chosen: list[Expected], alone: Answer) -> None:
     """Requests of more importance come while it runs, and together they need more than there is."""
-    longest = max(chosen, key=lambda one: len(one.prompt_ids))
+    others = sorted((one for one in chosen if one is not prompt), key=lambda one: len(one.prompt_ids))[:-1]
     mine = Running(small.client, request(prompt, priority=1))
     wait_until(lambda: mine.tokens >= 5, 60, "five tokens")
-    urgent = ask(small.client, greedy(longest.prompt_ids, 50, cache_salt="urgent"))
+    urgent = ask_all(small.client, [greedy(one.prompt_ids, TOKENS, cache_salt="urgent") for one in others])
     answer = mine.wait()
     assert answer.usage.preemptions > 0
-    assert urgent.usage.preemptions == 0
     assert answer.ids == alone.ids
-    assert tuple(urgent.ids) == longest.output_ids[:50]
+    for one, other in zip(others, urgent, strict=True):
+        assert other.usage.preemptions == 0
+        assert tuple(other.ids) == one.output_ids[:TOKENS]

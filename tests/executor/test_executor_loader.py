@@ -52,7 +52,7 @@ def test_what_is_found_out_about_a_model(llama: Path) -> None:
     assert model.shape.dtype == torch.float32
     assert [rule.window for rule in model.rules] == [None] * 3
     assert model.rules[0].scale == pytest.approx(8**-0.5)
-    assert (model.context_length, model.vocab_size) == (256, VOCAB)
+    assert (model.context, model.vocab_size) == (families.Context(256, "the model"), VOCAB)
     assert not any(parameter.requires_grad for parameter in model.model.parameters())
     assert not model.model.training
 
@@ -102,8 +102,8 @@ def test_the_dtype_is_the_models_or_the_users(stored: torch.dtype, asked: Dtype,
 
 
 def test_the_context_is_the_shorter_of_the_models_and_the_users(llama: Path) -> None:
-    assert load_here(llama, max_model_len=100).context_length == 100
-    assert load_here(llama, max_model_len=1000).context_length == 256
+    assert load_here(llama, max_model_len=100).context == families.Context(100, "--max-model-len")
+    assert load_here(llama, max_model_len=1000).context == families.Context(256, "the model")
 
 
 @pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
@@ -114,7 +114,9 @@ def test_the_context_ends_where_a_sequence_would_change_anothers_numbers(rope_ty
     parameters: dict[str, object] = {"rope_type": rope_type, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
     parameters |= {"factor": 4.0} if rope_type == "dynamic" else {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     config = LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=256, rope_parameters=parameters)
-    assert families.context_length(config) == 64
+    limits = families.context_limits(config)
+    assert sorted(limit.tokens for limit in limits) == [64, 256]
+    assert rope_type in limits[1].set_by
 
 
 def test_only_the_wanted_rows_go_through_the_head(llama: Path) -> None:
@@ -176,7 +178,7 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("config: no object", lambda f: (f / "config.json").write_text("[]"), r"config\.json is damaged: it holds no object"),
     ("config: no type", lambda f: (f / "config.json").write_text("{}"), r"config\.json names no model_type"),
     ("config: unknown type", edit_config(model_type="gpt9"), r"config\.json can't be used: .*gpt9"),
-    ("config: own code", edit_config(auto_map={"AutoModel": "x.Y"}), "needs Python code of its own"),
+    ("config: own code", edit_config(model_type="gpt9", auto_map={"AutoConfig": "x.Y"}), "gpt9 models need Python code from"),
     ("config: quantized", edit_config(quantization_config={"quant_method": "gptq"}), "weights quantized by gptq"),
     ("config: other sizes", edit_config(intermediate_size=40), r"model\.layers\.0\.mlp\.\w+\.weight"),
     ("config: more layers", edit_config(num_hidden_layers=4), r"lacks the tensor model\.layers\.3\."),
@@ -278,8 +280,42 @@ def test_a_state_beside_keys_and_values_is_measured(tmp_path: Path, monkeypatch:
         load_here(folder)
 
 
+def test_code_in_a_folder_is_not_needed_where_transformers_knows_the_model(folder: Path) -> None:
+    edit_config(auto_map={"AutoConfig": "x.Y", "AutoModelForCausalLM": "x.Z"})(folder)
+    assert load_here(folder).head_rows == VOCAB
+
+
+def test_weights_that_overflow_their_dtype(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.v_proj.weight"] *= 1e5
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load_here(tmp_path)
+    with pytest.raises(StartError, match="its logits are not numbers in float16; give another --dtype"):
+        load_here(tmp_path, dtype="float16")
+
+
+def test_a_model_whose_logits_are_all_alike(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] *= 0
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load_here(tmp_path)
+
+
+@pytest.mark.parametrize("room", [4, 5, 7, 23])
+def test_a_model_of_few_positions(room: int, tmp_path: Path) -> None:
+    model = load_here(save_tiny(tmp_path, "GPT2", {"num_key_value_heads": 4, "max_position_embeddings": room}))
+    assert model.context.tokens == room
+
+
+def test_a_model_of_too_few_positions(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="gpt2 models can't be served: it has room for 3 tokens"):
+        load_here(save_tiny(tmp_path, "GPT2", {"num_key_value_heads": 4, "max_position_embeddings": 3}))
+
+
 def test_a_context_of_unknown_length_has_to_be_given(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "context_length", lambda config: None)
-    assert load_here(llama, max_model_len=64).context_length == 64
+    monkeypatch.setattr(families, "context_limits", lambda config: [])
+    assert load_here(llama, max_model_len=64).context.tokens == 64
     with pytest.raises(StartError, match="give --max-model-len"):
         load_here(llama)

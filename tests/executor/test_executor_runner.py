@@ -40,7 +40,7 @@ class Rig:
         self.pool.poison()
         block_size = self.model.shape.block_size
         self.tables = Tables(self.num_blocks, block_size)
-        self.slots = Slots(Limits(self.num_blocks, block_size, self.model.context_length, self.model.vocab_size, 16, 256))
+        self.slots = Slots(Limits(self.num_blocks, block_size, self.model.context.tokens, self.model.vocab_size, 16, 256))
         ticks = itertools.count(0, 1000)
         self.runner = Runner(
             model=self.model,
