@@ -14,8 +14,8 @@ import grpc
 from kilburn.client import Client
 from kilburn.v1 import inference_pb2 as api
 
-#: For a whole answer on a slow and busy machine.
-ANSWER_SECONDS: Final = 120.0
+#: For a whole answer on a slow and busy machine; what hangs is ended by the timeout of its test before that.
+ANSWER_SECONDS: Final = 600.0
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from tests.e2e.place import ROLES, ROOT, Place, Role, wait_until
 Flag = str | int | float | bool | Path
 
 #: From the start to `ready:`, on a slow and busy machine with cold files.
-START_SECONDS: Final = 120.0
+START_SECONDS: Final = 240.0
 
 #: From the death of a process to its next start.
 RESTART_SECONDS: Final = 10.0
@@ -67,6 +67,7 @@ class Instance:
         self._threads = threads
         self._log = self.place.folder / "log"
         self._address: dict[str, Address] = {}
+        self._children: list[subprocess.Popen[bytes]] = []
         self._open: list[Client | AdminClient | grpc.Channel] = []
 
     @property
@@ -171,7 +172,7 @@ class Instance:
         log = self._log.open("ab")
         stdout = output.open("wb") if output else log
         try:
-            return subprocess.Popen(
+            child = subprocess.Popen(
                 [sys.executable, "-m", "cli", *words],
                 cwd=ROOT,
                 env=self.place.environment(self._threads),
@@ -183,6 +184,8 @@ class Instance:
         finally:
             stdout.close()
             log.close()
+        self._children.append(child)
+        return child
 
     def stop(self) -> None:
         """End everything as a user would.
@@ -192,10 +195,15 @@ class Instance:
         """
         raise NotImplementedError
 
-    def _end(self) -> None:
+    def abandon(self) -> None:
+        """End everything at once, and remove what there is of it. Does nothing where all has ended well."""
         for connection in self._open:
             connection.close()
         self._open = []
+        self.place.kill()
+        for child in self._children:
+            child.wait()
+        self.place.remove()
 
     def __enter__(self) -> Self:
         return self
@@ -207,9 +215,7 @@ class Instance:
             elif error is not None:
                 error.add_note(f"the log of the system ends{self.log()}")
         finally:
-            self._end()
-            self.place.kill()
-            self.place.remove()
+            self.abandon()
 
 
 class System(Instance):
@@ -226,8 +232,7 @@ class System(Instance):
                 self.begin()
             self._wait_ready()
         except BaseException:
-            self.place.kill()
-            self.place.remove()
+            self.abandon()
             raise
         return self
 
@@ -354,5 +359,4 @@ def refusal(flags: Mapping[str, Flag]) -> Refusal:
         status = system.ended()
         return Refusal(status, system.whole_log(), tuple(system.place.leftovers([])))
     finally:
-        system.place.kill()
-        system.place.remove()
+        system.abandon()

@@ -42,7 +42,7 @@ def test_two_instances_started_at_once_work_apart(tiny: Path, tmp_path: Path) ->
     second = System({"model": other, "device": "cpu", "num_blocks": 96}, threads=1)
     prompt = [5, 6, 7, 8]
     with ExitStack() as stack:
-        stack.callback(first.place.kill)  # for the case that the second does not start
+        stack.callback(first.abandon)  # for the case that the second does not start
         first.begin()
         stack.enter_context(second)
         with first:
