@@ -16,13 +16,12 @@ from memmgr.core.blocks import BlockState
 from memmgr.engine import Engine
 from memmgr.schedule.requests import Request, State
 
-#: Estimated bytes of one page: with the estimate's error, well under the 1 MiB of the contract.
+#: Bytes at which a page is full. A block with the most and longest holders has as many again, so that no page of blocks reaches
+#: the 1 MiB of the contract.
 _PAGE_BYTES: Final = 256 * 1024
 
-#: Estimated bytes of a block without its holders, of a sequence without its table, and of a table's entry.
-_BLOCK_BYTES: Final = 64
-_SEQUENCE_BYTES: Final = 384
-_ENTRY_BYTES: Final = 16
+#: Bytes that a message in a repeated field takes beside its own: tag and length.
+_FRAMING_BYTES: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +39,12 @@ class BlocksSnapshot:
 
     first: int
     references: array[int]
-    cached: frozenset[int]
+    links: array[int]  # negative where a block is not cached
     generations: array[int]
     stamps: array[float]
     depths: array[int]
     names: list[bytes | None]
-    filled: dict[int, int]  # of cached blocks
+    tokens: list[bytes | None]
     tenants: list[str]
     block_size: int
     sequences: list[SequenceSnapshot]
@@ -102,23 +101,17 @@ def pool(engine: Engine, now: float) -> admin.Pool:
 
 
 def _tokens(engine: Engine) -> tuple[int, int]:
-    """Return the token slots planned or filled: each sequence's own, and shared ones counted once."""
+    """Return the token slots planned or filled: each sequence's own, and shared ones counted once.
+
+    Every live block is full but for the last of a table, and who shares that has the same tokens planned in it: else the writer
+    would have cloned it.
+    """
     assert engine.session is not None
     memory = engine.session.scheduler.memory
-    logical = sum(table.planned for table in memory.tables.values())
-    if not memory.pool.shared:
-        return logical, logical
-    size, references = memory.block_size, memory.pool.references
-    alone = 0
-    fills: dict[int, int] = {}
-    for table in memory.tables.values():
-        for position, block in enumerate(table.blocks):
-            fill = min(size, table.planned - position * size)
-            if references[block] == 1:
-                alone += fill
-            else:
-                fills[block] = max(fills.get(block, 0), fill)
-    return logical, alone + sum(fills.values())
+    size = memory.block_size
+    tables = memory.tables.values()
+    unused = {table.blocks[-1]: -table.planned % size for table in tables if table.blocks}
+    return sum(table.planned for table in tables), memory.pool.live * size - sum(unused.values())
 
 
 def _counters(engine: Engine) -> admin.Counters:
@@ -192,16 +185,16 @@ def snapshot_blocks(engine: Engine, first: int, limit: int, now: float) -> Block
     blocks, index = memory.pool, memory.index
     stop = min(blocks.total, first + limit) if limit else blocks.total
     part = slice(first, stop)
-    cached = frozenset(block for block in blocks.eviction_order() if first <= block < stop)
+    names, tokens = index.entries(part)
     return BlocksSnapshot(
         first=first,
         references=blocks.references[part],
-        cached=cached,
+        links=blocks.links(part),
         generations=blocks.generations[part],
         stamps=blocks.stamps[part],
         depths=index.depths[part],
-        names=[index.hash_of(block) for block in range(first, stop)],
-        filled={block: index.filled(block) for block in cached},
+        names=names,
+        tokens=tokens,
         tenants=index.tenants[part],
         block_size=memory.block_size,
         sequences=snapshot_sequences(engine, now),
@@ -226,7 +219,7 @@ def sequence_pages(sequences: Iterator[admin.Sequence]) -> Iterator[admin.Sequen
     """Yield the sequences in pages under 1 MiB; one empty page where there are none."""
     page, size = admin.SequencePage(), 0
     for sequence in sequences:
-        cost = _SEQUENCE_BYTES + _ENTRY_BYTES * len(sequence.table)
+        cost = sequence.ByteSize() + _FRAMING_BYTES
         if page.sequences and size + cost > _PAGE_BYTES:
             yield page
             page, size = admin.SequencePage(), 0
@@ -238,49 +231,48 @@ def sequence_pages(sequences: Iterator[admin.Sequence]) -> Iterator[admin.Sequen
 def block_pages(snapshot: BlocksSnapshot, state: int, min_references: int) -> Iterator[admin.BlockPage]:
     """Yield the blocks of a snapshot that are asked for, in pages under 1 MiB; one empty page where there are none."""
     holders, fills = _holders(snapshot)
-    page, size = admin.BlockPage(), 0
+    page, size, full = admin.BlockPage(), 0, False
     for offset, references in enumerate(snapshot.references):
         block = snapshot.first + offset
-        now_in = _state(snapshot, block, references)
+        now_in = _state(references, snapshot.links[offset])
         if (state and now_in != state) or references < min_references:
             continue
         held_by = holders.get(block, [])
-        cost = _BLOCK_BYTES + sum(len(holder) + 2 for holder in held_by)
-        if page.blocks and size + cost > _PAGE_BYTES:
-            yield page
-            page, size = admin.BlockPage(), 0
         name = snapshot.names[offset]
-        page.blocks.add(
+        message = page.blocks.add(
             block=block,
             state=admin.BlockState.ValueType(now_in),
             references=references,
-            filled=fills.get(block, snapshot.filled.get(block, 0)),
+            filled=fills.get(block, len(snapshot.tokens[offset] or b"") // 4),
             prefix_hash=name or b"",
             depth=snapshot.depths[offset] if name else 0,
-            tenant=held_by[0].split("/")[0] if held_by else snapshot.tenants[offset] if name else "",
+            tenant=held_by[0].tenant if held_by else snapshot.tenants[offset] if name else "",
             idle_seconds=0.0 if references else snapshot.now - snapshot.stamps[offset],
-            holders=held_by,
+            holders=[f"{holder.tenant}/{holder.request_id}/{holder.index}" for holder in held_by],
             generation=snapshot.generations[offset],
         )
-        size += cost
-    yield page
+        size += message.ByteSize() + _FRAMING_BYTES
+        if size > _PAGE_BYTES:
+            yield page
+            page, size = admin.BlockPage(), 0
+            full = True
+    if page.blocks or not full:
+        yield page
 
 
-def _state(snapshot: BlocksSnapshot, block: int, references: int) -> BlockState:
+def _state(references: int, link: int) -> BlockState:
     if references:
         return BlockState.LIVE
-    return BlockState.CACHED if block in snapshot.cached else BlockState.FREE
+    return BlockState.FREE if link < 0 else BlockState.CACHED
 
 
-def _holders(snapshot: BlocksSnapshot) -> tuple[dict[int, list[str]], dict[int, int]]:
-    """Return who holds each live block (tenant/request/index), and how many of its slots are planned or in use."""
-    holders: dict[int, list[str]] = {}
+def _holders(snapshot: BlocksSnapshot) -> tuple[dict[int, list[admin.Sequence]], dict[int, int]]:
+    """Return which sequences hold each live block, and how many of its slots are planned or in use."""
+    holders: dict[int, list[admin.Sequence]] = {}
     fills: dict[int, int] = {}
     size = snapshot.block_size
     for sequence in snapshot.sequences:
-        message = sequence.message
-        name = f"{message.tenant}/{message.request_id}/{message.index}"
         for logical, block in enumerate(sequence.blocks):
-            holders.setdefault(block, []).append(name)
+            holders.setdefault(block, []).append(sequence.message)
             fills[block] = max(fills.get(block, 0), min(size, sequence.planned - logical * size))
     return holders, fills

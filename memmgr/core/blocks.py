@@ -12,6 +12,8 @@ Knows block numbers only: not what a block holds, nor for whom.
 free + live + cached = total, always. State lies in flat arrays, so that ten million blocks cost tens of bytes each and no object.
 """
 
+from __future__ import annotations
+
 from array import array
 from collections.abc import Iterator
 from enum import IntEnum
@@ -148,6 +150,10 @@ class BlockPool:
         while block != self.total:
             yield block
             block = self._next[block]
+
+    def links(self, part: slice) -> array[int]:
+        """Return for each block of a part the next one in the order of eviction; negative where it is not cached."""
+        return self._next[part]
 
     def _unlink(self, block: int) -> None:
         before, after = self._previous[block], self._next[block]

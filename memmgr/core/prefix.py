@@ -146,6 +146,10 @@ class PrefixIndex:
         assert tokens is not None
         return len(tokens) // 4
 
+    def entries(self, part: slice) -> tuple[list[bytes | None], list[bytes | None]]:
+        """Return for each block of a part the hash by which it is known, and its tokens, 4 bytes each; None where it is not."""
+        return self._hashes[part], self._tokens[part]
+
     def match(self, lineage: Lineage, tokens: array[int], limit: int) -> Match:
         """Find the longest known prefix of `tokens[:limit]`: the unbroken run of whole blocks, then a part of one.
 
