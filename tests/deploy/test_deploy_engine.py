@@ -141,7 +141,9 @@ class Project:
             stopping=inference_pb2.Stopping(max_tokens=24),
         )
         with grpc.insecure_channel(f"127.0.0.1:{self.port}") as channel:
-            return "".join(part.text for part in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=_ANSWER_SECONDS))
+            return "".join(
+                part.text for part in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=_ANSWER_SECONDS)
+            )
 
     def total_blocks(self) -> int:
         with grpc.insecure_channel(f"127.0.0.1:{self.admin_port}") as channel:
