@@ -65,9 +65,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             ]
 
         found = await self._ask(context, snapshot)
-        block_size = self._block_size()
         messages = (
-            views.with_table(sequence, references, block_size) if request.with_block_tables else sequence.message
+            views.with_table(sequence, references) if request.with_block_tables else sequence.message
             for sequence, references in found
         )
         for page in views.sequence_pages(messages):
@@ -80,9 +79,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         def snapshot() -> tuple[views.SequenceSnapshot, list[int]] | None:
             session = self._engine.session
             found = session.scheduler.find(tenant, request.request_id) if session else None
-            if found is None or request.index != 0:
+            if session is None or found is None or request.index != 0:
                 return None
-            sequence = views.snapshot_sequence(found, time.monotonic())
+            sequence = views.snapshot_sequence(found, session.scheduler.memory.block_size, time.monotonic())
             return sequence, views.snapshot_references(self._engine, sequence)
 
         found = await self._ask(context, snapshot)
@@ -92,7 +91,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 grpc.StatusCode.NOT_FOUND,
                 f"tenant {tenant!r} has no live request {request.request_id!r} with a sequence {request.index}",
             )
-        return views.with_table(*found, self._block_size())
+        return views.with_table(*found)
 
     async def ListBlocks(  # noqa: N802
         self, request: admin.ListBlocksRequest, context: Context
@@ -147,11 +146,6 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 more, seen = 0, [f"the executor did not say within {_ANSWER_SECONDS} seconds what it holds"]
             checks, faults = checks + more, faults + seen
         return admin.VerifyResponse(ok=not faults, checks=checks, faults=faults)
-
-    def _block_size(self) -> int:
-        """Return the block size of the pool that was just asked; it changes with no step."""
-        session = self._engine.session
-        return session.model.block_size if session else 1
 
     async def _ask(self, context: Context, question: Callable[[], AnswerT]) -> AnswerT:
         try:

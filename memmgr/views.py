@@ -31,6 +31,7 @@ class SequenceSnapshot:
     message: admin.Sequence
     blocks: tuple[int, ...]
     planned: int
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +144,11 @@ def snapshot_sequences(engine: Engine, now: float) -> list[SequenceSnapshot]:
     if engine.session is None:
         return []
     scheduler = engine.session.scheduler
-    return [snapshot_sequence(request, now) for request in (*scheduler.running, *scheduler.waiting)]
+    size = scheduler.memory.block_size
+    return [snapshot_sequence(request, size, now) for request in (*scheduler.running, *scheduler.waiting)]
 
 
-def snapshot_sequence(request: Request, now: float) -> SequenceSnapshot:
+def snapshot_sequence(request: Request, block_size: int, now: float) -> SequenceSnapshot:
     """Return one sequence as it is."""
     submission, table = request.submission, request.table
     state = admin.SEQUENCE_STATE_WAITING
@@ -165,8 +167,8 @@ def snapshot_sequence(request: Request, now: float) -> SequenceSnapshot:
         block_count=0 if table is None else len(table.blocks),
     )
     if table is None:
-        return SequenceSnapshot(message, (), 0)
-    return SequenceSnapshot(message, tuple(table.blocks), table.planned)
+        return SequenceSnapshot(message, (), 0, block_size)
+    return SequenceSnapshot(message, tuple(table.blocks), table.planned, block_size)
 
 
 def snapshot_references(engine: Engine, sequence: SequenceSnapshot) -> list[int]:
@@ -205,12 +207,12 @@ def snapshot_blocks(engine: Engine, first: int, limit: int, now: float) -> Block
 # --------------------------------------------------------------------------------------------- in the admin's thread
 
 
-def with_table(sequence: SequenceSnapshot, references: list[int], block_size: int) -> admin.Sequence:
+def with_table(sequence: SequenceSnapshot, references: list[int]) -> admin.Sequence:
     """Return a sequence's message with its whole block table."""
     message = admin.Sequence()
     message.CopyFrom(sequence.message)
     for logical, (block, counted) in enumerate(zip(sequence.blocks, references, strict=True)):
-        filled = min(block_size, sequence.planned - logical * block_size)
+        filled = min(sequence.block_size, sequence.planned - logical * sequence.block_size)
         message.table.add(logical=logical, block=block, filled=filled, references=counted)
     return message
 
