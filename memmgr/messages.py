@@ -6,6 +6,7 @@ Knows both vocabularies; no sockets, no state.
 import math
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from kilburn.errors import KilburnError
 from kilburn.limits import MAX_BLOCK_SIZE, MAX_NAME_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, PROTOCOL
@@ -21,6 +22,9 @@ from memmgr.schedule.plans import (
     SequenceEnd,
     Submission,
 )
+
+#: Blocks of one pool: 32 TiB at 256 KiB each. Their state is allocated at the hello, some 80 bytes a block.
+MAX_BLOCKS: Final = 2**27
 
 
 class MessageError(KilburnError):
@@ -130,6 +134,8 @@ def check_hello(hello: engine.ExecutorHello) -> None:
     model = hello.model
     if not 1 <= model.block_size <= MAX_BLOCK_SIZE:
         raise MessageError(f"the executor has blocks of {model.block_size} tokens; 1 to {MAX_BLOCK_SIZE} can be used")
+    if not 1 <= model.total_blocks <= MAX_BLOCKS:
+        raise MessageError(f"the executor has {model.total_blocks} blocks; 1 to {MAX_BLOCKS} can be used")
     capacity = model.total_blocks * model.block_size
     if not 2 <= model.context_length <= capacity:
         raise MessageError(f"a context of {model.context_length} tokens does not fit a pool of {capacity}")

@@ -27,13 +27,12 @@ def run(config: MemmgrConfig) -> None:
     private_dir(config.runtime_dir)
     for endpoint in (config.gateway_endpoint, config.executor_endpoint):
         private_dir(ipc_folder(check_endpoint(endpoint)))
-    held = lock(config.runtime_dir, "memmgr")
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    try:
-        _serve(config, context, logger)
-    finally:
-        context.term()
-        held.release()
+    with lock(config.runtime_dir, "memmgr"):
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            _serve(config, context, logger)
+        finally:
+            context.term()
 
 
 def _serve(config: MemmgrConfig, context: "zmq.Context[zmq.Socket[bytes]]", logger: log.Logger) -> None:

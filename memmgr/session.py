@@ -180,7 +180,8 @@ class Session:
         expected.answer.set_result((inspection.checks + len(seen) + len(expected.slots), faults))
 
     def close(self, reason: str) -> None:
-        """End what waits for this executor's answers."""
+        """End what waits for this executor's answers, and give its pool up. Its requests have been ended."""
+        self.scheduler.memory.discard()
         for expected in self._inspections.values():
             expected.answer.set_result((0, [reason]))
         self._inspections.clear()

@@ -10,7 +10,7 @@ import os
 import stat
 import tempfile
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, Self
 
 from kilburn.errors import StartError
 from kilburn.limits import MAX_SOCKET_PATH_BYTES
@@ -92,14 +92,19 @@ def ipc_folder(endpoint: str) -> Path:
 
 
 class RoleLock:
-    """Held by the one process that has a role in an instance; nobody holds it after a crash, whatever file is left."""
+    """Held by the one process that has a role in an instance; nobody holds it after a crash, whatever file is left.
+
+    A context manager that gives the role up, and removes the file, at its end.
+    """
 
     def __init__(self, file: IO[str], path: Path) -> None:
         self._file = file
         self._path = path
 
-    def release(self) -> None:
-        """Give the role up and remove the file."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._path.unlink(missing_ok=True)
         self._file.close()
 

@@ -37,6 +37,7 @@ class Link:
         self._hello = hello
         self._heard = _NEVER
         self._spoke = _NEVER
+        self._looked = _NEVER
 
     @property
     def connected(self) -> bool:
@@ -55,7 +56,14 @@ class Link:
         return self._conversation.seal(body)
 
     def due(self, now: float) -> bytes | None:
-        """Return the hello or heartbeat that is due, if one is. Call after draining the socket: silence is judged here."""
+        """Return the hello or heartbeat that is due, if one is.
+
+        Silence is judged here, and only by who listens: where the owner itself was away (a long step, a stopped process), what
+        the peer said meanwhile may still lie in the socket, and the count begins anew.
+        """
+        if now - self._looked > HEARTBEAT_INTERVAL_SECONDS:
+            self._heard = now
+        self._looked = now
         if self.connected and now - self._heard > PEER_TIMEOUT_SECONDS:
             self._lose()
         if self.connected:

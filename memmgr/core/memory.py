@@ -90,7 +90,7 @@ class Memory:
     def __init__(self, total_blocks: int, block_size: int, *, prefix_cache: bool, counters: MemoryCounters) -> None:
         self.block_size: Final = block_size
         self.prefix_cache: Final = prefix_cache
-        self.counters: Final = counters
+        self.counters: Final = counters  # perhaps of more pools than this one, one after another
         self.pool: Final = BlockPool(total_blocks)
         self.index: Final = PrefixIndex(total_blocks, block_size)
         self.now = 0.0  # of the owner's clock, for stamps only
@@ -244,6 +244,10 @@ class Memory:
         for block in held:
             self._drop(block)
         return step
+
+    def discard(self) -> None:
+        """Count every block as freed: the pool is gone, and this memory with it."""
+        self.counters.freed_blocks += self.pool.live + self.pool.cached
 
     # ---------------------------------------------------------------------------------------------------- blocks
 

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import pytest
 import structlog
 import zmq
-from memmgr_messages import hello
-from memmgr_peers import PATIENCE_SECONDS, Context, Executor, Gateway, Peer
 
 from kilburn.config import Address, MemmgrConfig
 from kilburn.wire.endpoints import executor_endpoint, gateway_endpoint
 from kilburn.wire.envelope import new_incarnation
 from memmgr.engine import Engine
+from tests.memmgr.memmgr_messages import hello
+from tests.memmgr.memmgr_peers import PATIENCE_SECONDS, Context, Executor, Gateway, Peer
 
 AnswerT = TypeVar("AnswerT")
 
@@ -26,7 +26,7 @@ AnswerT = TypeVar("AnswerT")
 class House:
     """A running engine and what was connected to it."""
 
-    def __init__(self, runtime_dir: Path, context: Context, **changes: Any) -> None:  # noqa: ANN401
+    def __init__(self, runtime_dir: Path, context: Context, **changes: Any) -> None:
         self.context = context
         self.config = MemmgrConfig(
             runtime_dir=runtime_dir,
@@ -51,7 +51,7 @@ class House:
         gateway.connect()
         return gateway
 
-    def executor(self, **changes: Any) -> Executor:  # noqa: ANN401
+    def executor(self, **changes: Any) -> Executor:
         """Return a connected executor."""
         executor = Executor(self.context, self.config.executor_endpoint, hello(**changes))
         self._peers.append(executor)

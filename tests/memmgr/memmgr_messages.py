@@ -12,11 +12,11 @@ from memmgr.session import Session, StepTotals, Totals
 VOCABULARY = 100
 
 
-def sampling(**changes: Any) -> engine.SamplingParams:  # noqa: ANN401
+def sampling(**changes: Any) -> engine.SamplingParams:
     return engine.SamplingParams(**{"temperature": 0.0, "top_p": 1.0, "seed": 1, **changes})
 
 
-def submit(handle: int = 1, **changes: Any) -> engine.Submit:  # noqa: ANN401
+def submit(handle: int = 1, **changes: Any) -> engine.Submit:
     fields = {
         "handle": handle,
         "tenant": "default",
@@ -28,7 +28,7 @@ def submit(handle: int = 1, **changes: Any) -> engine.Submit:  # noqa: ANN401
     return engine.Submit(**{**fields, **changes})
 
 
-def model(**changes: Any) -> engine.ModelInfo:  # noqa: ANN401
+def model(**changes: Any) -> engine.ModelInfo:
     fields = {
         "name": "tiny",
         "fingerprint": "f" * 64,
@@ -50,7 +50,7 @@ def hello(
     max_slots: int = 8,
     max_step_tokens: int = 32,
     protocol: int = PROTOCOL,
-    **changes: Any,  # noqa: ANN401
+    **changes: Any,
 ) -> engine.ExecutorHello:
     return engine.ExecutorHello(
         protocol=protocol, model=model(**changes), max_slots=max_slots, max_step_tokens=max_step_tokens, attempt=attempt
@@ -61,6 +61,6 @@ def totals() -> Totals:
     return Totals(MemoryCounters(), ScheduleCounters(), StepTotals())
 
 
-def session(now: float = 0.0, **changes: Any) -> Session:  # noqa: ANN401
+def session(now: float = 0.0, **changes: Any) -> Session:
     limits = Limits(max_running=8, max_waiting=16, max_step_tokens=32, context_length=64)
     return Session(7, hello(**changes), limits, totals(), now, prefix_cache=True)

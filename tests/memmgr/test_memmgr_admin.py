@@ -10,10 +10,7 @@ from functools import partial
 import grpc
 import pytest
 import structlog
-from conftest import House
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from memmgr_messages import submit
-from memmgr_peers import PATIENCE_SECONDS, Background, Executor, Gateway
 
 from kilburn.config import Address
 from kilburn.errors import StartError
@@ -24,6 +21,9 @@ from memmgr.admin import AdminServer
 from memmgr.core.prefix import Lineage, root_hash
 from memmgr.schedule.scheduler import Scheduler
 from memmgr.views import block_pages, snapshot_blocks
+from tests.memmgr.conftest import House
+from tests.memmgr.memmgr_messages import submit
+from tests.memmgr.memmgr_peers import PATIENCE_SECONDS, Background, Executor, Gateway
 
 MIB = 1024 * 1024
 

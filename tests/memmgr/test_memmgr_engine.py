@@ -9,9 +9,6 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 
 import pytest
-from conftest import House
-from memmgr_messages import VOCABULARY, hello, sampling, submit
-from memmgr_peers import FIRST_TOKEN, PATIENCE_SECONDS, Executor, Gateway, Peer
 
 from kilburn.limits import EXECUTOR_STALL_SECONDS, PEER_TIMEOUT_SECONDS, PROTOCOL
 from kilburn.v1 import engine_pb2 as engine
@@ -19,6 +16,9 @@ from kilburn.v1 import inference_pb2 as inference
 from kilburn.wire.envelope import Conversation, parse
 from memmgr.engine import MAX_QUESTIONS, EngineBusyError
 from memmgr.schedule.plans import RequestKey
+from tests.memmgr.conftest import House
+from tests.memmgr.memmgr_messages import VOCABULARY, hello, sampling, submit
+from tests.memmgr.memmgr_peers import FIRST_TOKEN, PATIENCE_SECONDS, Executor, Gateway, Peer
 
 
 def serve(executor: Executor, gateway: Gateway, handle: int) -> engine.RequestEnd:

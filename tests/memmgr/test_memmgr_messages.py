@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from memmgr_messages import VOCABULARY, hello, sampling, submit
 
 from kilburn.limits import MAX_BLOCK_SIZE, MAX_NAME_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, PROTOCOL
 from kilburn.v1 import engine_pb2 as engine
 from kilburn.v1 import inference_pb2 as inference
 from memmgr.core.memory import StepMemory
-from memmgr.messages import MessageError, check_hello, read_result, read_submit, step_plan, token_batches
+from memmgr.messages import MAX_BLOCKS, MessageError, check_hello, read_result, read_submit, step_plan, token_batches
 from memmgr.schedule.plans import (
     EndCode,
     FinishReason,
@@ -27,6 +26,7 @@ from memmgr.schedule.plans import (
     SequenceEnd,
     Submission,
 )
+from tests.memmgr.memmgr_messages import VOCABULARY, hello, sampling, submit
 
 FOREVER = float("inf")
 LONG = "x" * (MAX_NAME_CHARACTERS + 1)
@@ -114,7 +114,8 @@ def test_what_is_at_the_edge_is_taken(changes: dict[str, Any]) -> None:
         ({"protocol": 0}, "speaks protocol"),
         ({"block_size": 0}, "blocks of 0 tokens"),
         ({"block_size": MAX_BLOCK_SIZE + 1}, "blocks of"),
-        ({"total_blocks": 0}, "does not fit a pool of 0"),
+        ({"total_blocks": 0}, "has 0 blocks"),
+        ({"total_blocks": MAX_BLOCKS + 1}, "blocks; 1 to"),
         ({"context_length": 65}, "does not fit a pool of 64"),
         ({"context_length": 1}, "context of 1"),
         ({"context_length": 0}, "context of 0"),

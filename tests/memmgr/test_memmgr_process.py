@@ -14,13 +14,13 @@ from pathlib import Path
 
 import grpc
 import pytest
-from memmgr_messages import hello, submit
-from memmgr_peers import PATIENCE_SECONDS, Background, Context, Executor, Gateway
 
 from kilburn.v1 import admin_pb2 as admin
 from kilburn.v1 import admin_pb2_grpc
 from kilburn.v1 import engine_pb2 as engine
 from kilburn.wire.endpoints import executor_endpoint, gateway_endpoint
+from tests.memmgr.memmgr_messages import hello, submit
+from tests.memmgr.memmgr_peers import PATIENCE_SECONDS, Background, Context, Executor, Gateway
 
 pytestmark = pytest.mark.processes
 

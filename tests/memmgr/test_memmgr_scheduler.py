@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from memmgr_world import World
 
 from memmgr.core.blocks import BlockState
 from memmgr.core.memory import Memory
@@ -21,6 +20,7 @@ from memmgr.schedule.plans import (
     Submission,
 )
 from memmgr.schedule.requests import State
+from tests.memmgr.memmgr_world import World
 
 
 def rows(plan: Plan | None) -> list[tuple[int, int, int]]:

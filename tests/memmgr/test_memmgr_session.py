@@ -5,13 +5,13 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 import pytest
-from memmgr_messages import VOCABULARY, session, submit
 
 from kilburn.limits import EXECUTOR_STALL_SECONDS, PEER_TIMEOUT_SECONDS
 from kilburn.v1 import engine_pb2 as engine
 from memmgr.messages import MessageError, read_submit
 from memmgr.schedule.plans import EndCode
 from memmgr.session import MAX_INSPECTIONS, MAX_PLANS_IN_FLIGHT, Session
+from tests.memmgr.memmgr_messages import VOCABULARY, session, submit
 
 RUNNING = engine.ExecutorHeartbeat.PHASE_RUNNING
 COMPILING = engine.ExecutorHeartbeat.PHASE_COMPILING

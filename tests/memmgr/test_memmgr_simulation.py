@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
-from memmgr_world import World
 
 from memmgr.core import memory as memory_module
 from memmgr.core import prefix as prefix_module
 from memmgr.core.prefix import HASH_BYTES, block_hash
 from memmgr.schedule.plans import EndCode, FinishReason, RequestKey
+from tests.memmgr.memmgr_world import World
 
 EXAMPLES = int(os.environ.get("KILBURN_EXAMPLES", "300"))
 

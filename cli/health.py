@@ -1,0 +1,32 @@
+"""`kilburn health`: one process's health as an exit status, for health checks of containers."""
+
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from cli.options import network_options
+from cli.services import ROLES
+from kilburn.config import Address
+
+
+@click.command()
+@click.argument("role", type=click.Choice(ROLES))
+@network_options
+def health(role: str, listen: Address, admin: Address, runtime_dir: Path) -> None:
+    """Say whether one service is healthy.
+
+    Exits with 0 if it is, else says why not and exits with 1.
+    """
+    from cli.ready import executor_health, grpc_health, listening
+
+    if role == "executor":
+        reason = executor_health(runtime_dir, time.time())
+    elif role == "memmgr":
+        reason = grpc_health(listening(admin, runtime_dir / "admin.address"))
+    else:
+        reason = grpc_health(listening(listen, runtime_dir / "gateway.address"))
+    if reason:
+        click.echo(f"kilburn: {role}: {reason}", err=True)
+        sys.exit(1)

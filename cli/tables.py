@@ -1,0 +1,123 @@
+"""Answers of the admin API as tables for people: coloured on a terminal, plain text elsewhere."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kilburn.v1 import admin_pb2
+
+_STATE_COLOURS = {"live": "green", "cached": "blue", "decode": "green", "prefill": "yellow", "waiting": "magenta"}
+
+
+def show_pool(pool: admin_pb2.Pool, console: Console | None = None) -> None:
+    """Print the pool's counts and the counters beside them."""
+    facts: dict[str, str] = {
+        "blocks": f"{pool.total_blocks:,} of {pool.block_size} tokens, {_bytes(pool.bytes_per_block)} each",
+        "free": f"{pool.free_blocks:,}",
+        "live": f"{pool.live_blocks:,} ({pool.shared_blocks:,} shared)",
+        "cached": f"{pool.cached_blocks:,} ({pool.pinned_blocks:,} pinned)",
+        "tokens": f"{pool.live_tokens:,} held, {pool.logical_tokens:,} with shared ones counted for each holder",
+        "utilization": f"{pool.utilization:.1%} of the live blocks' slots; reserving ahead would give "
+        f"{pool.contiguous_utilization:.1%}",
+        "sequences": f"{pool.running:,} running, {pool.waiting:,} waiting, {pool.swapped:,} swapped",
+        "connected": f"executor {'yes' if pool.executor_connected else 'no'}, gateways {pool.gateways_connected}",
+        "step": f"{pool.step:,}",
+    }
+    table = Table("pool", "", show_edge=False, pad_edge=False)
+    for name, fact in facts.items():
+        table.add_row(name, fact)
+    counters = Table("counter", "", show_edge=False, pad_edge=False)
+    counters.columns[1].justify = "right"
+    for field in admin_pb2.Counters.DESCRIPTOR.fields:
+        counters.add_row(field.name.replace("_", " "), f"{getattr(pool.counters, field.name):,}")
+    console = console or _console()
+    console.print(table)
+    console.print()
+    console.print(counters)
+
+
+def show_sequences(sequences: Sequence[admin_pb2.Sequence], console: Console | None = None) -> None:
+    """Print one line for each sequence, then the block tables that they came with."""
+    table = Table(
+        *("request", "index", "tenant", "state", "prompt", "output", "computed", "cached", "blocks", "priority", "age"),
+        show_edge=False,
+        pad_edge=False,
+    )
+    for column in table.columns[4:]:
+        column.justify = "right"
+    for sequence in sequences:
+        numbers = (sequence.prompt_tokens, sequence.output_tokens, sequence.computed_tokens, sequence.cached_tokens)
+        table.add_row(
+            Text(sequence.request_id),
+            str(sequence.index),
+            Text(sequence.tenant),
+            _state(admin_pb2.SequenceState.Name(sequence.state)),
+            *(f"{number:,}" for number in (*numbers, sequence.block_count)),
+            str(sequence.priority),
+            f"{sequence.age_seconds:.1f} s",
+        )
+    console = console or _console()
+    console.print(table)
+    for sequence in sequences:
+        if sequence.table:
+            console.print()
+            show_block_table(sequence, console)
+
+
+def show_block_table(sequence: admin_pb2.Sequence, console: Console | None = None) -> None:
+    """Print one sequence's block table, in logical order."""
+    table = Table("logical", "physical", "filled", "references", show_edge=False, pad_edge=False)
+    for column in table.columns:
+        column.justify = "right"
+    for entry in sequence.table:
+        where = f"{entry.block} (host)" if entry.on_host else str(entry.block)
+        table.add_row(str(entry.logical), where, str(entry.filled), str(entry.references))
+    console = console or _console()
+    console.print(Text(f"block table of {sequence.request_id}/{sequence.index}"))
+    console.print(table)
+
+
+def show_blocks(blocks: Sequence[admin_pb2.Block], console: Console | None = None) -> None:
+    """Print one line for each physical block."""
+    table = Table(
+        *("block", "state", "references", "filled", "prefix", "depth", "pinned", "tenant", "idle", "generation", "holders"),
+        show_edge=False,
+        pad_edge=False,
+    )
+    for block in blocks:
+        table.add_row(
+            str(block.block),
+            _state(admin_pb2.BlockState.Name(block.state)),
+            str(block.references),
+            str(block.filled),
+            block.prefix_hash.hex()[:12],
+            str(block.depth) if block.prefix_hash else "",
+            "pinned" if block.pinned else "",
+            Text(block.tenant),
+            f"{block.idle_seconds:.1f} s",
+            str(block.generation),
+            Text(", ".join(block.holders)),
+        )
+    (console or _console()).print(table)
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    # What is no terminal has no width: a row stays on its line.
+    return console if console.is_terminal else Console(highlight=False, width=1000)
+
+
+def _state(name: str) -> Text:
+    word = name.split("_STATE_")[1].lower()
+    return Text(word, style=_STATE_COLOURS.get(word, ""))
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"

@@ -1,0 +1,148 @@
+"""One step: joins pool, model, slots and sampler, in the order that StepPlan states.
+
+Knows plans and results; not sockets. Steps are numbered without gaps; a plan out of its turn raises PlanError, as does one that
+breaks a rule of executor/batch.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor.attention import PagedStep, attention_calls
+from executor.batch import MAX_INSPECTED_ENTRIES, Batch, Slots
+from executor.errors import PlanError
+from executor.loader import LoadedModel
+from executor.logprobs import LogProb
+from executor.pool import Pool
+from executor.progress import Progress
+from executor.sampler import Samples, sample
+from kernels.interface import AttentionBackend, KvCache, StepRows
+from kilburn.v1.engine_pb2 import Inspection, SampleLogprob, StepPlan, StepResult, StepTimes
+from kilburn.v1.inference_pb2 import Alternative, TokenLogprob
+
+
+class Runner:
+    """See the module. Used by one thread, the only one that calls torch.
+
+    Args:
+        clock_ns: a monotonic clock, for StepTimes.
+        poison: fill the blocks that a plan frees with NaN.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: LoadedModel,
+        backend: AttentionBackend[Any],
+        pool: Pool,
+        slots: Slots,
+        progress: Progress,
+        clock_ns: Callable[[], int],
+        poison: bool,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._pool = pool
+        self._cache = KvCache(model.shape, pool.frames)
+        self._slots = slots
+        self._progress = progress
+        self._clock_ns = clock_ns
+        self._poison = poison
+        self._step = 0
+
+    def reset(self) -> None:
+        """Close all slots and await step 1: a new memmgr knows nothing of the old one's."""
+        self._slots.clear()
+        self._step = 0
+        self._progress.step = 0
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Do one step. The times `wait` and `receive` are left to the caller.
+
+        Raises:
+            PlanError: the plan breaks a rule; what the slots and blocks hold after that is of no meaning.
+        """
+        if plan.step != self._step + 1:
+            raise PlanError(f"step {plan.step} comes after step {self._step}")
+        self._step = plan.step
+        self._progress.layer = 0
+        self._progress.step = plan.step
+        began = self._clock_ns()
+        self._slots.check_blocks(plan)
+        if self._poison:
+            self._pool.poison(plan.freed_blocks)
+        if plan.copies:
+            self._backend.copy_blocks(self._cache, [(copy.source, copy.destination) for copy in plan.copies])
+        batch = self._slots.apply(plan)
+        if batch is None:
+            return StepResult(step=plan.step, times=StepTimes(prepare=self._clock_ns() - began))
+        rows = self._rows(batch)
+        inputs = [self._tensor(part) for part in (batch.token_ids, batch.positions, batch.logit_rows)]
+        prepared = self._clock_ns()
+        logits = self._forward(rows, *inputs)
+        forwarded = self._clock_ns()
+        samples = self._sample(batch, logits)
+        times = StepTimes(prepare=prepared - began, forward=forwarded - prepared, sample=self._clock_ns() - forwarded)
+        return _result(plan.step, samples, times)
+
+    def inspect(self, number: int) -> Inspection:
+        """Return what the slots hold, and what is wrong with them or the pool."""
+        faults, checks = self._slots.faults()
+        faults += self._pool.faults()
+        entries = self._slots.entries()
+        if entries > MAX_INSPECTED_ENTRIES:
+            faults.append(f"{entries} table entries are too many to list; at most {MAX_INSPECTED_ENTRIES}")
+            return Inspection(id=number, faults=faults, checks=checks + 1)
+        return Inspection(id=number, slots=self._slots.state(), faults=faults, checks=checks + 1)
+
+    def _forward(self, rows: StepRows, token_ids: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+        step = PagedStep(
+            self._backend,
+            self._backend.prepare(self._cache, rows),
+            self._model.shape.dtype,
+            self._model.rules,
+            self._progress.at_layer,
+        )
+        with attention_calls(step):
+            return self._model.logits(token_ids, positions, wanted)
+
+    def _sample(self, batch: Batch, logits: Tensor) -> Samples:
+        # Several samples may come out of one row.
+        samples = sample(logits[self._tensor(batch.sample_logits)], batch.draws)
+        self._slots.sampled(batch.sample_slots, samples.token_ids)
+        return samples
+
+    def _rows(self, batch: Batch) -> StepRows:
+        return StepRows(
+            decodes=batch.decodes,
+            query_lengths=batch.query_lengths,
+            context_lengths=batch.context_lengths,
+            tables=self._tensor(batch.tables),
+            write_slots=self._tensor(batch.write_slots),
+        )
+
+    def _tensor(self, array: "np.ndarray[Any, Any]") -> Tensor:
+        return torch.from_numpy(array).to(self._model.device, non_blocking=True)
+
+
+def _result(step: int, samples: Samples, times: StepTimes) -> StepResult:
+    return StepResult(
+        step=step,
+        token_ids=samples.token_ids,
+        failed=samples.failed,
+        logprobs=[SampleLogprob(sample=number, logprob=_logprob(found)) for number, found in samples.logprobs.items()],
+        times=times,
+    )
+
+
+def _logprob(found: LogProb) -> TokenLogprob:
+    return TokenLogprob(
+        token_id=found.token_id,
+        logprob=found.logprob,
+        rank=found.rank,
+        top=[Alternative(token_id=token_id, logprob=logprob) for token_id, logprob in found.top],
+    )

@@ -1,0 +1,1 @@
+"""The tests; one folder for each part, `e2e` for all of them together."""

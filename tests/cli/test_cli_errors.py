@@ -1,0 +1,112 @@
+"""What is wrong on the command line: one line on standard error, exit status 2, at once."""
+
+import subprocess
+import sys
+from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
+
+import pytest
+
+from cli.main import main
+from tests.cli.cli_help import ROOT, kilburn
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """Run a command in this process; return its status and its one line."""
+    status = main(words)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1, err
+    assert err.startswith("kilburn: ")
+    return status, err
+
+
+@pytest.mark.parametrize("role", ["up", "memmgr", "executor", "gateway"])
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--no-such-flag"], "--no-such-flag"),
+        (["surplus"], "surplus"),
+        (["--block-size", "0"], "1 to 1024"),
+        (["--block-size", "1025"], "1 to 1024"),
+        (["--block-size", "sixteen"], "'sixteen'"),
+        (["--num-blocks", "0"], "--num-blocks"),
+        (["--num-blocks", "4", "--kv-memory", "1GiB"], "--kv-memory"),
+        (["--kv-memory", "2 bananas"], "2GiB"),
+        (["--device", "tpu"], "cuda:N"),
+        (["--dtype", "int4"], "--dtype"),
+        (["--attention", "flash"], "--attention"),
+        (["--attention", "triton", "--device", "cpu"], "needs a GPU"),
+        (["--attention", "cpu", "--device", "cuda:1"], "cuda:1"),
+        (["--preemption", "swap"], "--preemption"),
+        (["--max-model-len", "1"], "--max-model-len"),
+        (["--max-running", "-1"], "--max-running"),
+        (["--listen", "50051"], "HOST:PORT"),
+        (["--listen", "127.0.0.1:65536"], "HOST:PORT"),
+        (["--listen", "127.0.0.1:7", "--admin", "127.0.0.1:7"], "both"),
+        (["--gateway-endpoint", "tcp://127.0.0.1:7"], "ipc://"),
+        (["--gateway-endpoint", "ipc://" + "x" * 108], "107"),
+        (["--gateway-endpoint", "ipc:///x", "--executor-endpoint", "ipc:///x"], "the same"),
+        (["--log-level", "loud"], "--log-level"),
+        (["--runtime-dir", ""], "--runtime-dir"),
+    ],
+)
+def test_bad_flags(capsys: pytest.CaptureFixture[str], role: str, words: list[str], part: str) -> None:
+    status, line = said(capsys, role, *words)
+    assert status == 2
+    assert part in line
+
+
+def test_a_bad_variable_is_as_bad_as_a_flag(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILBURN_BLOCK_SIZE", "-3")
+    status, line = said(capsys, "memmgr")
+    assert status == 2
+    assert "-3" in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["no-such-command"],
+        ["generate"],
+        ["generate", "--system", "be brief", "hello"],
+        ["sequences", "--request-id", "a", "--state", "decode"],
+        ["health", "database"],
+    ],
+)
+def test_bad_commands(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert said(capsys, *words)[0] == 2
+
+
+@pytest.mark.parametrize("command", [["up"], ["executor"]])
+def test_a_model_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str]) -> None:
+    flags = ["--runtime-dir", str(tmp_path / "run"), "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
+    status, line = said(capsys, *command, *flags, "--model", str(tmp_path / "nothing"))
+    assert status == 2
+    assert "there is no such folder" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [["pool"], ["sequences"], ["blocks"], ["verify"], ["cancel", "a"]])
+def test_no_server(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    status, line = said(capsys, *command, "--admin-server", "127.0.0.1:1")
+    assert status == 1
+    assert line.startswith("kilburn: UNAVAILABLE: ")
+
+
+def test_help_is_quick_and_complete() -> None:
+    before = getrusage(RUSAGE_CHILDREN)
+    done = kilburn("--help")
+    after = getrusage(RUSAGE_CHILDREN)
+    assert done.returncode == 0
+    for command in ("up", "memmgr", "executor", "gateway", "generate", "pool", "sequences", "blocks", "verify", "health"):
+        assert f"\n  {command}" in done.stdout
+    # A tenth of what importing torch or transformers takes; processor time, for a machine that is busy with other things.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+def test_memmgr_needs_neither_torch_nor_the_other_services() -> None:
+    script = "import sys, cli.main, cli.services, memmgr.service; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert "memmgr.service" in modules
+    assert not {"torch", "transformers", "numpy", "gateway", "executor"} & set(modules)

@@ -1,0 +1,92 @@
+"""What the viewing commands print: tables for people, one JSON value for programs."""
+
+import json
+from io import StringIO
+
+from google.protobuf import json_format
+from rich.console import Console
+
+from cli.calls import plain
+from cli.tables import show_blocks, show_pool, show_sequences
+from kilburn.v1 import admin_pb2, inference_pb2
+
+POOL = admin_pb2.Pool(
+    block_size=16,
+    total_blocks=10,
+    free_blocks=7,
+    live_blocks=2,
+    cached_blocks=1,
+    live_tokens=2**53 + 1,
+    counters=admin_pb2.Counters(preemptions=3),
+    memmgr_incarnation="00ff",
+)
+SEQUENCE = admin_pb2.Sequence(
+    request_id="[red]id[/red]",
+    tenant="default",
+    state=admin_pb2.SEQUENCE_STATE_DECODE,
+    prompt_tokens=20,
+    block_count=2,
+    table=[
+        admin_pb2.TableEntry(logical=0, block=41, filled=16, references=2),
+        admin_pb2.TableEntry(logical=1, block=7, filled=4),
+    ],
+)
+
+
+def printed(color_system: str | None = None) -> tuple[Console, StringIO]:
+    out = StringIO()
+    console = Console(file=out, width=200, force_terminal=color_system is not None)
+    return console, out
+
+
+def test_json_has_the_protos_names_all_fields_and_whole_numbers() -> None:
+    value = json.loads(json.dumps(plain(POOL)))
+    assert set(value) == {field.name for field in POOL.DESCRIPTOR.fields} - {"step_totals"}
+    assert value["live_tokens"] == 2**53 + 1
+    assert value["counters"]["preemptions"] == 3
+    assert value["pinned_blocks"] == 0
+    assert json_format.ParseDict(value, admin_pb2.Pool()) == POOL
+
+
+def test_json_of_lists_and_nested_messages() -> None:
+    usage = inference_pb2.Usage(prompt_tokens=5)
+    response = inference_pb2.GenerateResponse(token_ids=[1, 2], usage=usage)
+    value = plain(response)
+    assert value["token_ids"] == [1, 2]
+    assert value["usage"] == plain(usage)
+    assert plain(SEQUENCE)["state"] == "SEQUENCE_STATE_DECODE"
+
+
+def test_the_pool_for_people() -> None:
+    console, out = printed()
+    show_pool(POOL, console)
+    text = out.getvalue()
+    assert "10 of 16 tokens" in text
+    for word in ("free", "live", "cached", "preemptions"):
+        assert word in text
+
+
+def test_a_block_table_for_people_takes_no_markup_from_a_request() -> None:
+    console, out = printed()
+    show_sequences([SEQUENCE], console)
+    text = out.getvalue()
+    assert text.count("[red]id[/red]") == 2
+    assert [line.split() for line in text.splitlines()[-2:]] == [
+        ["0", "│", "41", "│", "16", "│", "2"],
+        ["1", "│", "7", "│", "4", "│", "0"],
+    ]
+
+
+def test_blocks_for_people() -> None:
+    console, out = printed()
+    block = admin_pb2.Block(block=3, state=admin_pb2.BLOCK_STATE_LIVE, prefix_hash=bytes(range(32)), holders=["default/a/0"])
+    show_blocks([block], console)
+    assert "000102030405" in out.getvalue()
+    assert "default/a/0" in out.getvalue()
+    assert "\x1b" not in out.getvalue()
+
+
+def test_colours_only_on_a_terminal() -> None:
+    console, out = printed("standard")
+    show_sequences([SEQUENCE], console)
+    assert "\x1b[" in out.getvalue()

@@ -1,0 +1,1 @@
+"""Tests of the attention kernels against a float64 oracle."""
