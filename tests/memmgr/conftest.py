@@ -86,7 +86,7 @@ def runtime_dir() -> Iterator[Path]:
 def context() -> Iterator[Context]:
     context: Context = zmq.Context()
     yield context
-    context.term()
+    context.destroy(linger=0)  # term() would wait for ever for the sockets of a test that failed
 
 
 @pytest.fixture

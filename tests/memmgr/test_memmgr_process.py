@@ -186,6 +186,7 @@ def test_after_a_crash_the_next_one_starts_and_peers_find_it(start: Start, conte
     first.process.kill()
     first.wait_end()
     first.address_file.unlink()
+    gateway.states.clear()  # what the first one said of itself
     second = start()
     second.wait_ready()
     working = Background(executor)
