@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from array import array
 from collections.abc import Iterator
@@ -320,7 +321,7 @@ def test_readers_that_go_away_do_no_harm(stub: admin_pb2_grpc.AdminStub, house: 
         stream.cancel()
         stub.GetPool.future(admin.GetPoolRequest()).cancel()
         stub.Verify.future(admin.VerifyRequest(with_executor=True)).cancel()
-        with pytest.raises(grpc.RpcError):
+        with contextlib.suppress(grpc.RpcError):  # the answer may be faster than its deadline
             stub.GetPool(admin.GetPoolRequest(), timeout=1e-6)
     assert get_pool(stub).total_blocks == 20_000
 
