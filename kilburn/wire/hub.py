@@ -13,7 +13,7 @@ import zmq
 from google.protobuf.message import Message
 
 from kilburn.errors import WireError
-from kilburn.v1.engine_pb2 import Fenced, Welcome
+from kilburn.v1.engine_pb2 import ExecutorHeartbeat, Fenced, Heartbeat, Welcome
 from kilburn.wire.envelope import Conversation, Verdict, body_of, parse
 from kilburn.wire.sockets import router
 
@@ -111,7 +111,10 @@ class Hub:
         if verdict is Verdict.HELLO:
             return Incoming(envelope.sender, route, body_of(envelope), is_hello=True)
         if verdict is Verdict.ACCEPTED and talk.peer != 0:
-            return Incoming(envelope.sender, route, body_of(envelope), is_hello=False)
+            body = body_of(envelope)
+            # Beside the route that said hello, a peer may only show that it lives.
+            if self._routes[envelope.sender] == route or isinstance(body, Heartbeat | ExecutorHeartbeat):
+                return Incoming(envelope.sender, route, body, is_hello=False)
         self.fenced += 1
         if verdict is not Verdict.DUPLICATE:
             self._send(route, Conversation(self._own, envelope.sender).seal(Fenced()))

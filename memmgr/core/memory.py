@@ -5,7 +5,7 @@
     fork                                     a second sequence with the same content
     acknowledge                              the executor has computed tokens: blocks that are now full enter the index
     release                                  the sequence's references go; what the index knows of it stays cached
-    distrust, flush                          nothing of a sequence, or of all, stays cached
+    distrust, distrust_cached, flush         nothing of a sequence, or of all, stays cached
     end_step                                 what the step needs beside the tables: copies, and blocks that fell free
 
 A planner changes nothing and says None where there is not enough; what it returned is applied before anything else changes. Two
@@ -224,6 +224,14 @@ class Memory:
                 self._forget(block)
         table.computed = table.committed = 0
         table.node = None
+
+    def distrust_cached(self, lineage: Lineage, tokens: array[int]) -> None:
+        """Let nobody find what a sequence that has been released left in the cache: it may be no numbers."""
+        match = self.index.match(lineage, tokens, len(tokens))
+        if match.blocks:
+            self._forget(match.blocks[0])
+        elif match.tail_tokens:
+            self._forget(match.tail)
 
     def flush(self) -> None:
         """Free every cached block."""

@@ -314,6 +314,8 @@ class Scheduler:
             request = row.request
             request.in_flight -= 1
             result = next(results) if row.samples else None
+            if result is not None and result.failed and request.table is None:
+                self.memory.distrust_cached(request.lineage, request.tokens)  # it was released meanwhile
             if request.state is State.ENDED:
                 self.counters.discarded_tokens += row.end - row.start
                 continue

@@ -185,6 +185,20 @@ def test_an_executor_may_send_its_heartbeats_on_a_second_route_and_no_third(cont
         other.close(0)
 
 
+def test_nothing_but_heartbeats_counts_on_a_second_route(context: Context, endpoint: str, hub: Hub) -> None:
+    main, other = [dealer(context.socket(zmq.DEALER), endpoint) for _ in range(2)]
+    main.send(Conversation(1).seal(GatewayHello(protocol=1)))
+    until(lambda: (drained(hub), hub.peers)[1])
+    beside = Conversation(1, MEMMGR)
+    other.send(beside.seal(Cancel(handle=1)))
+    other.send(beside.seal(Heartbeat()))
+    assert gather(lambda: drained(hub), 1)[0].body == Heartbeat()
+    assert hub.fenced == 1
+    assert hub.peers == {1}
+    for socket in (main, other):
+        socket.close(0)
+
+
 def test_strangers_and_noise_are_dropped_and_counted(context: Context, endpoint: str, hub: Hub) -> None:
     socket = dealer(context.socket(zmq.DEALER), endpoint)
     frames = [

@@ -360,6 +360,27 @@ def test_what_may_be_no_numbers_is_not_found_by_others() -> None:
     assert world.clients[again].end is None
 
 
+@pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "preempted"])
+def test_what_a_released_sequence_left_is_not_found_once_its_sample_turns_out_to_be_no_number(cancelled: bool) -> None:
+    world = World(blocks=6, block_size=2, max_step_tokens=16)
+    senior, junior = world.submit([20, 21, 22], 5), world.submit([1, 2, 3, 4, 5], 5)
+    world.plan()
+    answer_with(world, 7, 7)
+    world.plan()
+    if cancelled:
+        world.scheduler.cancel(junior, EndCode.CANCELLED, "", 0.0)
+    world.plan()  # the senior takes the last block, and there is none for the junior
+    request = world.scheduler.find("tenant", "request-2")
+    assert (request is None) if cancelled else (request is not None and request.preemptions == 1)
+    assert world.memory.pool.cached == 3  # two full blocks and the tail
+    plan = world.in_flight.popleft()
+    world.scheduler.complete(plan.step, [Sampled(7), Sampled(0, failed=True)], 0.0)
+    world.listen()
+    world.scheduler.check_invariants()
+    assert world.memory.pool.cached == 0
+    assert world.clients[senior].tokens == [7, 7]
+
+
 def test_a_short_failed_prompt_leaves_no_tail() -> None:
     world = World(block_size=8)
     world.submit([1, 2, 3], 5)
