@@ -111,6 +111,10 @@ class Memory:
 
     # ------------------------------------------------------------------------------------------------- admission
 
+    def cached_blocks(self, lineage: Lineage, tokens: array[int]) -> int:
+        """Return how many whole blocks an admission would find of a sequence's tokens."""
+        return len(self.index.match(lineage, tokens, len(tokens) - 1).blocks) if self.prefix_cache else 0
+
     def plan_admission(self, lineage: Lineage, tokens: array[int], reserve: int) -> Admission | None:
         """Decide whether a sequence with these known tokens can begin, all of them and one more fitting, `reserve` blocks left.
 

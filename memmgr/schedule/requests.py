@@ -34,7 +34,7 @@ class State(IntEnum):
 
 
 class Request:
-    """A live request. Only the scheduler changes it."""
+    """A live request. Only the scheduler changes it, and its `priority` only while it is in no queue."""
 
     __slots__ = (
         "arrival",
@@ -47,6 +47,7 @@ class Request:
         "max_outputs",
         "outputs_promised",
         "preemptions",
+        "priority",
         "residence",
         "slot",
         "state",
@@ -62,6 +63,7 @@ class Request:
         self.max_outputs: Final = max_outputs
         self.arrival: Final = arrival  # grows with each submission
         self.arrived_at: Final = now
+        self.priority = submission.priority  # in force: raised while a more urgent request waits for what this one computes
         self.tokens: Final = array("I", submission.prompt)  # prompt and known outputs
         self.state = State.WAITING
         self.table: Table | None = None
@@ -78,7 +80,7 @@ class Request:
     @property
     def rank(self) -> tuple[int, int]:
         """The order of service: priority, then arrival."""
-        return (self.submission.priority, self.arrival)
+        return (self.priority, self.arrival)
 
     @property
     def prompt_length(self) -> int:

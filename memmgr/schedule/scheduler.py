@@ -3,7 +3,8 @@
 Each step has a budget of tokens. Running sequences that decode come first, one token each, so that a long prompt never stalls a
 stream; the rest of the budget goes to prompts, in chunks, running ones before waiting ones, in order of rank (priority, then
 arrival). Where a sequence can't grow, the running sequence of the last rank is preempted: its blocks go, what the prefix index
-knows of them stays cached, and it waits, with its old rank, to be computed again.
+knows of them stays cached, and it waits, with its old rank, to be computed again. A prefix that a running sequence is computing
+is not computed twice: who needs it waits for it (schedule/forming.py).
 
 Plans leave before the results of earlier ones are back: a sequence's next token may be "the one sampled last". A result applies
 to its request wherever that is by now; for one that has ended it is discarded and counted.
@@ -21,6 +22,7 @@ from typing import Final
 
 from memmgr.core.memory import Memory
 from memmgr.core.prefix import Lineage
+from memmgr.schedule.forming import FormingPrefixes
 from memmgr.schedule.plans import (
     EndCode,
     Event,
@@ -89,6 +91,7 @@ class Scheduler:
         self._names: dict[tuple[str, str], Request] = {}  # (tenant, request id)
         self._waiting: list[Request] = []  # by rank
         self._running: list[Request] = []  # by rank
+        self._forming = FormingPrefixes(memory.block_size)  # and those who wait for it, who are in no other queue
         self._deadlines: list[tuple[float, RequestKey]] = []  # a heap; entries of ended requests are skipped
         self._free_slots: list[int] = list(range(limits.max_running))  # a heap
         self._closed_slots: list[int] = []  # since the last plan
@@ -116,8 +119,8 @@ class Scheduler:
 
     @property
     def waiting(self) -> Sequence[Request]:
-        """Requests in the queue, by rank."""
-        return self._waiting
+        """Requests in the queue, by rank, with those who wait for another's prefix."""
+        return sorted((*self._waiting, *self._forming.waiting), key=_rank)
 
     @property
     def closing_slots(self) -> frozenset[int]:
@@ -145,8 +148,8 @@ class Scheduler:
                 f"the prompt has {len(submission.prompt)} tokens; with one of output it must fit "
                 f"the context of {self.limits.context_length}",
             )
-        elif len(self._waiting) >= self.limits.max_waiting:
-            refusal = EndCode.QUEUE_FULL, f"{len(self._waiting)} requests are waiting already; try again later"
+        elif (waiting := len(self._waiting) + len(self._forming.waiting)) >= self.limits.max_waiting:
+            refusal = EndCode.QUEUE_FULL, f"{waiting} requests are waiting already; try again later"
         if refusal is not None:
             self.counters.rejected_requests += 1
             self._events.append(RequestEnd(submission.key, *refusal))
@@ -226,10 +229,14 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, now: float) -> None:
         """Admit waiting requests, in order of rank, until budget, slots or blocks run out."""
-        while self._waiting and draft.budget and len(self._running) < self.limits.max_running:
+        while self._waiting:
             request = self._waiting[0]
             if request.in_flight:
                 return  # preempted a moment ago: its last token is not back yet
+            if self._follows(request):  # where there is no room for it as well: its leader may have to be raised
+                continue
+            if not draft.budget or len(self._running) == self.limits.max_running:
+                return
             admission = self.memory.plan_admission(request.lineage, request.tokens, self._prompt_blocks_owed())
             if admission is None:
                 return
@@ -239,12 +246,38 @@ class Scheduler:
             request.table = self.memory.admit(request.submission.key, request.lineage, admission)
             request.slot = heappop(self._free_slots)
             request.residence += 1
+            if self.memory.prefix_cache:
+                self._forming.lead(request, len(admission.match.blocks))
             self._count_hits(request, admission.cached_tokens)
             if request.first_admitted_at is None:
                 request.first_admitted_at = now
                 request.cached_tokens = admission.cached_tokens
             draft.opened.append(request)
             self._schedule(draft, request)
+
+    def _follows(self, request: Request) -> bool:
+        """Let the first of the queue wait for a prefix that is being computed, if there is one, and be as urgent as it is."""
+        if not self._forming:
+            return False
+        cached = self.memory.cached_blocks(request.lineage, request.tokens)
+        leader = self._forming.follow(request, cached)
+        if leader is None:
+            return False
+        del self._waiting[0]
+        if request.priority < leader.priority:
+            self._set_priority(leader, request.priority)
+        return True
+
+    def _set_priority(self, request: Request, priority: int) -> None:
+        """Give a running request the place that goes with another priority."""
+        del self._running[bisect_left(self._running, request.rank, key=_rank)]
+        request.priority = priority
+        insort(self._running, request, key=_rank)
+
+    def _rejoin(self, requests: Iterable[Request]) -> None:
+        """Put those who waited for a prefix back into the queue."""
+        for request in requests:
+            insort(self._waiting, request, key=_rank)
 
     def _prompt_blocks_owed(self) -> int:
         """Return how many blocks the prompts that were admitted still have to take: they are not another's."""
@@ -323,6 +356,10 @@ class Scheduler:
             if request.state is State.RUNNING and row.residence == request.residence:
                 assert request.table is not None
                 self.memory.acknowledge(request.table, row.end, request.tokens)
+                if self._forming.leads(request):
+                    self._rejoin(self._forming.arrived(request, request.table.committed))
+                    if not self._forming.leads(request) and request.priority != request.submission.priority:
+                        self._set_priority(request, request.submission.priority)
             if result is not None:
                 self._append(request, result, now)
 
@@ -369,6 +406,8 @@ class Scheduler:
         submission = request.submission
         if request.state is State.RUNNING:
             self._leave(request)
+        elif self._forming.is_waiting(request):
+            self._forming.forget(request)
         else:
             del self._waiting[bisect_left(self._waiting, request.rank, key=_rank)]
         request.state = State.ENDED
@@ -381,6 +420,9 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         """Take slot and memory from a running request."""
         del self._running[bisect_left(self._running, request.rank, key=_rank)]
+        request.priority = request.submission.priority
+        if self._forming.leads(request):
+            self._rejoin(self._forming.leave(request))
         self.memory.release(request.submission.key, request.tokens)
         heappush(self._free_slots, request.slot)
         self._closed_slots.append(request.slot)
@@ -396,11 +438,14 @@ class Scheduler:
         Raises:
             AssertionError: one does not hold.
         """
-        checks = self.memory.check_invariants()
+        checks = self.memory.check_invariants() + self._forming.check_invariants()
         for queue, state in (self._waiting, State.WAITING), (self._running, State.RUNNING):
             assert all(a.rank < b.rank for a, b in pairwise(queue)), f"{state.name} is out of order"
             assert all(request.state is state for request in queue)
-        live = {request.submission.key for request in (*self._waiting, *self._running)}
+        followers = self._forming.waiting
+        assert all(request.state is State.WAITING for request in followers)
+        assert all(self._forming.leads(r) or r.priority == r.submission.priority for r in self._running), "raised for nobody"
+        live = {request.submission.key for request in (*self._waiting, *followers, *self._running)}
         assert live == set(self._requests), "a live request is in no queue, or a queue holds a dead one"
         assert {(r.submission.tenant, r.submission.request_id) for r in self._requests.values()} == set(self._names)
         assert set(self.memory.tables) == {request.submission.key for request in self._running}

@@ -257,12 +257,14 @@ def test_each_prompt_token_is_counted_once_whoever_computed_it() -> None:
     for _ in range(4):
         world.step()
     assert (world.scheduler.waiting[0].submission.key, world.scheduler.waiting[0].high_water) == (late, 6)
-    world.submit(range(20, 31), 1, priority=-1)  # finds four of its tokens, computes four, and is found
+    world.submit(
+        range(20, 31), 1, priority=-1
+    )  # finds four of its tokens and computes the others; the first waits for six of them
     for _ in range(10):
         world.step()
     counters = world.scheduler.counters
     assert counters.prefix_query_tokens == 2 + 2 + 11 + 11
-    assert (counters.prefix_hit_tokens, counters.prefill_tokens) == (4 + 2, 2 + 2 + 7 + 9)
+    assert (counters.prefix_hit_tokens, counters.prefill_tokens) == (4 + 4, 2 + 2 + 7 + 7)
     world.check_idle()
 
 
@@ -379,6 +381,149 @@ def test_what_a_released_sequence_left_is_not_found_once_its_sample_turns_out_to
     world.scheduler.check_invariants()
     assert world.memory.pool.cached == 0
     assert world.clients[senior].tokens == [7, 7]
+
+
+# ------------------------------------------------------------------------------ prefixes that are being computed
+
+
+def test_requests_that_begin_alike_compute_it_once_and_hold_it_once() -> None:
+    world = World(blocks=200, block_size=4, max_running=40, max_step_tokens=64)
+    system = [*range(100)]
+    keys = [world.submit([*system, 200 + number], 3) for number in range(32)]
+    world.plan()
+    assert [len(world.scheduler.running), len(world.scheduler.waiting)] == [1, 31]
+    while len(world.scheduler.running) < 32:
+        world.plan()
+        world.complete()
+        world.scheduler.check_invariants()
+    tables = [request.table for request in world.scheduler.running]
+    assert len({tuple(table.blocks[:25]) for table in tables if table is not None}) == 1
+    world.run()
+    assert world.scheduler.counters.prefill_tokens == 100 + 32
+    assert world.scheduler.counters.prefix_hit_tokens == 31 * 100
+    for key in keys:
+        world.check_answer(key)
+
+
+def test_who_waits_for_a_prefix_is_passed_by_others() -> None:
+    world = World(blocks=32, block_size=2, max_running=4, max_step_tokens=6)
+    first, second = (world.submit([1, 2, 3, 4, 5, 6, 7, 8, last], 2) for last in (9, 10))
+    other = world.submit([20], 2)
+    world.plan()
+    world.plan()
+    assert [request.submission.key for request in world.scheduler.running] == [first, other]
+    assert [request.submission.key for request in world.scheduler.waiting] == [second]
+    world.run()
+    for key in (first, second, other):
+        world.check_answer(key)
+
+
+def test_nobody_waits_for_less_than_a_whole_block_or_for_the_last_token() -> None:
+    world = World(blocks=32, block_size=4, max_step_tokens=32)
+    world.submit([1, 2, 3, 4, 5, 6], 2)
+    world.submit([1, 2, 3, 7, 8, 9], 2)
+    world.submit([1, 2, 3, 4], 2)
+    world.plan()
+    assert len(world.scheduler.running) == 3
+
+
+def test_nobody_waits_without_a_cache_or_across_salts() -> None:
+    for prefix_cache, salts in (False, ["", ""]), (True, ["", "salt"]):
+        world = World(blocks=32, block_size=2, max_step_tokens=32, prefix_cache=prefix_cache)
+        for salt in salts:
+            world.submit(range(9), 2, salt=salt)
+        world.plan()
+        assert len(world.scheduler.running) == 2
+
+
+@pytest.mark.parametrize("fate", ["cancelled", "preempted", "failed"])
+def test_where_a_leader_goes_the_first_of_its_followers_leads(fate: str) -> None:
+    world = World(blocks=14, block_size=2, max_running=4, max_step_tokens=6)
+    if fate == "preempted":
+        urgent = world.submit([90, 91, 92], 20, priority=-1)
+        world.step()
+    leader, *followers = (world.submit([*range(1, 10), last], 2, priority=1) for last in (20, 21, 22))
+    world.plan()
+    assert [request.submission.key for request in world.scheduler.waiting] == followers
+    if fate == "cancelled":
+        world.scheduler.cancel(leader, EndCode.CANCELLED, "", 0.0)
+    elif fate == "failed":
+        world.complete()
+        world.plan()
+        plan = world.in_flight.popleft()
+        world.executor.do(plan)
+        world.scheduler.complete(plan.step, [Sampled(0, failed=True)] * len(plan.samples), 0.0)
+    world.listen()
+    world.scheduler.check_invariants()
+    world.run()
+    if fate == "preempted":
+        world.check_answer(urgent)
+    for key in followers:
+        world.check_answer(key)
+    world.check_idle()
+
+
+def test_a_follower_that_is_cancelled_is_gone() -> None:
+    world = World(blocks=32, block_size=2, max_running=4, max_step_tokens=4)
+    leader, follower = (world.submit([*range(1, 10), last], 2) for last in (20, 21))
+    world.plan()
+    assert world.scheduler.cancel(follower, EndCode.CANCELLED, "", 0.0)
+    world.listen()
+    world.scheduler.check_invariants()
+    assert not world.scheduler.waiting
+    world.run()
+    world.check_answer(leader)
+
+
+def test_those_who_wait_for_a_prefix_count_in_the_queue() -> None:
+    world = World(blocks=32, block_size=2, max_running=4, max_step_tokens=4, max_waiting=2)
+    for last in 20, 21, 22:
+        if last == 22:
+            world.plan()
+        world.submit([*range(1, 10), last], 2)
+    world.plan()
+    assert len(world.scheduler.waiting) == 2
+    late = world.submit([5], 2)
+    end = world.clients[late].end
+    assert end is not None
+    assert end.code is EndCode.QUEUE_FULL
+
+
+def test_an_urgent_follower_raises_its_leader_until_the_prefix_is_there() -> None:
+    world = World(blocks=64, block_size=2, max_running=4, max_step_tokens=8)
+    first = world.submit([90], 60, priority=1)
+    world.step()
+    leader = world.submit([*range(1, 40)], 2, priority=2)
+    world.step()
+    assert [request.submission.key for request in world.scheduler.running] == [first, leader]
+    urgent = world.submit([*range(1, 38), 60], 2, priority=0)
+    other = world.submit([80], 2, priority=0)
+    raised = []
+    while urgent in {request.submission.key for request in world.scheduler.waiting}:
+        world.step()
+        world.scheduler.check_invariants()
+        raised.append(world.scheduler.running[0].submission.key == leader)
+    assert any(raised[:-1]), "the leader went before those that are more urgent than itself"
+    assert all(request.priority == request.submission.priority for request in world.scheduler.running)
+    world.run()
+    for key in (leader, urgent, other):
+        world.check_answer(key)
+
+
+def test_a_request_that_comes_back_waits_for_what_another_computes() -> None:
+    """Its outputs are part of what it needs; a prompt that goes on where they end shares them."""
+    world = World(blocks=64, block_size=2, max_running=4, max_step_tokens=4)
+    prompt = [*range(1, 9)]
+    key = world.submit(prompt, 6)
+    world.run()
+    outputs = world.clients[key].tokens
+    world.memory.flush()
+    for last in 50, 51:
+        world.submit([*prompt, *outputs, last], 1)
+    world.plan()
+    assert [len(world.scheduler.running), len(world.scheduler.waiting)] == [1, 1]
+    world.run()
+    assert world.scheduler.counters.prefix_hit_tokens == len(prompt) + len(outputs)
 
 
 def test_a_short_failed_prompt_leaves_no_tail() -> None:
