@@ -20,7 +20,7 @@ from gateway.model import TextModel
 from gateway.streams import RequestStream
 from gateway.tokenizer import Tokenizer
 from gateway.validate import Checked, ModelLimits
-from kilburn.limits import MAX_GRPC_MESSAGE_BYTES
+from kilburn.limits import MAX_GRPC_MESSAGE_BYTES, MAX_SAMPLES
 from kilburn.v1 import engine_pb2 as wire
 from kilburn.v1 import inference_pb2 as api
 
@@ -38,8 +38,7 @@ _HUGE: Final = 256 * 1024
 #: Threads for work of ordinary size: it runs outside Python's lock, and the machine's processors are the executor's.
 _THREADS: Final = 2
 
-#: Sequences and beams that one request may ask for.
-_MAX_N: Final = 1
+#: Beams that one request may ask for.
 _MAX_BEAM_WIDTH: Final = 1
 
 
@@ -157,7 +156,7 @@ class Inference:
             device=model.device,
             attention_backend=model.attention_backend,
             has_chat_template=backend.text.tokenizer.has_chat_template,
-            max_n=_MAX_N,
+            max_n=MAX_SAMPLES,
             max_beam_width=_MAX_BEAM_WIDTH,
             max_message_bytes=MAX_GRPC_MESSAGE_BYTES,
         )
@@ -234,6 +233,7 @@ def _submit(request: Checked, ids: list[int]) -> wire.Submit:
         stop_token_ids=request.stopping.stop_token_ids,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        samples=request.samples,
     )
 
 

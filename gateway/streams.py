@@ -137,12 +137,12 @@ class IndexOutput:
 class RequestStream:
     """See the module. Used by one event loop; times are seconds of one monotonic clock."""
 
-    def __init__(self, request: Checked, decoding: Decoding, arrived: float, clock: Callable[[], float], n: int = 1) -> None:
+    def __init__(self, request: Checked, decoding: Decoding, arrived: float, clock: Callable[[], float]) -> None:
         self.request = request
         self.handle = 0  # the engine's name for it, once submitted
         self._outputs = [
             IndexOutput(OutputText(decoding, request.stopping.stop, request.stopping.include_stop), request.stopping.include_stop)
-            for _ in range(n)
+            for _ in range(request.samples)
         ]
         self._clock = clock
         self._arrived = arrived

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gateway.errors import CallError, Code, quoted
-from kilburn.limits import MAX_NAME_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+from kilburn.limits import MAX_NAME_CHARACTERS, MAX_SAMPLES, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from kilburn.v1 import inference_pb2 as api
 
 #: Stop strings of one request, and the characters of each: what is held back of a stream is less than one of them.
@@ -85,6 +85,7 @@ class Checked:
     keep_special_tokens: bool
     priority: int
     cache_salt: str
+    samples: int  # from 1
 
 
 def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
@@ -115,6 +116,8 @@ def check(
         CallError: a field is out of range, there is no prompt, or something is asked for that is not built.
     """
     request_id = _name(request.request_id, "request_id") if request.request_id else draw_id()
+    if request.n > MAX_SAMPLES:
+        raise _invalid("n", f"is {request.n}; at most {MAX_SAMPLES} sequences are made of one prompt")
     if len(request.cache_salt) > MAX_NAME_CHARACTERS:
         raise _invalid("cache_salt", f"has {len(request.cache_salt)} characters; at most {MAX_NAME_CHARACTERS} are taken")
     sampling = _sampling(request, limits, draw_seed)
@@ -131,6 +134,7 @@ def check(
         keep_special_tokens=request.output.keep_special_tokens,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        samples=request.n or 1,
     )
 
 
@@ -305,7 +309,6 @@ def _which(kind: str | None) -> str:
 def _check_built(request: api.GenerateRequest) -> None:
     sampling = request.sampling
     neutral = {
-        "n": request.n <= 1,
         "beam_width": request.beam_width <= 1,
         "length_penalty": not request.HasField("length_penalty") or request.length_penalty == 1,
         "resume_seconds": request.resume_seconds == 0,

@@ -45,6 +45,9 @@ MAX_NAME_CHARACTERS: Final = 128
 #: Alternatives beside the sampled token (`Output.logprobs`).
 MAX_TOP_LOGPROBS: Final = 20
 
+#: Sequences of one request (`n`).
+MAX_SAMPLES: Final = 64
+
 #: Stop token ids of one request, the model's own ends of sequence among them.
 MAX_STOP_TOKEN_IDS: Final = 128
 

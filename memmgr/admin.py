@@ -79,9 +79,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         def snapshot() -> tuple[views.SequenceSnapshot, list[int]] | None:
             session = self._engine.session
             found = session.scheduler.find(tenant, request.request_id) if session else None
-            if session is None or found is None or request.index != 0:
+            live = {sequence.index: sequence for sequence in found.live} if found else {}
+            if session is None or request.index not in live:
                 return None
-            sequence = views.snapshot_sequence(found, session.scheduler.memory.block_size, time.monotonic())
+            sequence = views.snapshot_sequence(live[request.index], session.scheduler.memory.block_size, time.monotonic())
             return sequence, views.snapshot_references(self._engine, sequence)
 
         found = await self._ask(context, snapshot)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kilburn.errors import KilburnError
-from kilburn.limits import MAX_BLOCK_SIZE, MAX_NAME_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, PROTOCOL
+from kilburn.limits import MAX_BLOCK_SIZE, MAX_NAME_CHARACTERS, MAX_SAMPLES, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, PROTOCOL
 from kilburn.v1 import engine_pb2 as engine
 from kilburn.v1 import inference_pb2 as inference
 from memmgr.schedule.plans import (
@@ -47,6 +47,8 @@ def read_submit(submit: engine.Submit, gateway: int, vocab_size: int, deadline: 
         raise MessageError("a request without a tenant or an id")
     if not submit.prompt_ids:
         raise MessageError("an empty prompt")
+    if not 1 <= submit.samples <= MAX_SAMPLES:
+        raise MessageError(f"{submit.samples} sequences; 1 to {MAX_SAMPLES} are made of one prompt")
     if len(submit.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise MessageError(f"{len(submit.stop_token_ids)} stop token ids; at most {MAX_STOP_TOKEN_IDS} are taken")
     highest = max(submit.prompt_ids)
@@ -63,6 +65,7 @@ def read_submit(submit: engine.Submit, gateway: int, vocab_size: int, deadline: 
         sampling=submit.sampling,
         max_tokens=submit.max_tokens,
         stop_token_ids=frozenset(submit.stop_token_ids),
+        samples=submit.samples,
         priority=submit.priority,
         salt=submit.cache_salt,
         deadline=deadline,
@@ -148,9 +151,9 @@ def step_plan(plan: Plan) -> engine.StepPlan:
     message = engine.StepPlan(step=plan.step, closes=plan.closes, freed_blocks=plan.memory.freed)
     for source, destination in plan.memory.copies:
         message.copies.add(source=source, destination=destination)
-    for slot, sampling in plan.opens:
+    for slot, sampling, index in plan.opens:
         assert isinstance(sampling, engine.SamplingParams)
-        message.opens.add(slot=slot, sampling=sampling)
+        message.opens.add(slot=slot, sampling=sampling, index=index)
     for chunk in plan.chunks:
         added = message.chunks.add(slot=chunk.slot, start=chunk.start, new_blocks=chunk.new_blocks)
         if chunk.tokens is not None:

@@ -151,11 +151,12 @@ class Session:
         """Return the question to send; `answer` gets (checks, faults) once the executor's view has come. None: too many wait."""
         if len(self._inspections) >= MAX_INSPECTIONS:
             return None
-        slots = {
-            request.slot: (request.table.planned, tuple(request.told))
-            for request in self.scheduler.running
-            if request.table is not None and request.told
-        }
+        slots: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for request in self.scheduler.running:
+            for sequence in request.live:
+                told = tuple(sequence.told)
+                # A sequence that has forked and computed nothing since has an empty slot there.
+                slots[sequence.slot] = (sequence.table.planned if sequence.table is not None and told else 0, told)
         unknown = self.scheduler.closing_slots - slots.keys()
         self._inspected += 1
         self._inspections[self._inspected] = _Expected(slots, unknown, answer)

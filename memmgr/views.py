@@ -14,7 +14,7 @@ from typing import Final
 from kilburn.v1 import admin_pb2 as admin
 from memmgr.core.blocks import BlockState
 from memmgr.engine import Engine
-from memmgr.schedule.requests import Request, State
+from memmgr.schedule.requests import Sequence, State
 
 #: Bytes at which a page is full. A block with the most and longest holders has as many again, so that no page of blocks reaches
 #: the 1 MiB of the contract.
@@ -90,12 +90,12 @@ def pool(engine: Engine, now: float) -> admin.Pool:
     message.live_blocks = blocks.live
     message.cached_blocks = blocks.cached
     message.shared_blocks = blocks.shared
-    message.running = len(scheduler.running)
+    message.running = scheduler.running_sequences
     message.waiting = len(scheduler.waiting)
     message.logical_tokens, message.live_tokens = _tokens(engine)
     if blocks.live:
         message.utilization = message.live_tokens / (blocks.live * memory.block_size)
-    reserved = sum(request.prompt_length + request.max_outputs for request in scheduler.running)
+    reserved = sum((request.prompt_length + request.max_outputs) * len(request.live) for request in scheduler.running)
     if reserved:
         message.contiguous_utilization = message.logical_tokens / reserved
     return message
@@ -145,21 +145,24 @@ def snapshot_sequences(engine: Engine, now: float) -> list[SequenceSnapshot]:
         return []
     scheduler = engine.session.scheduler
     size = scheduler.memory.block_size
-    return [snapshot_sequence(request, size, now) for request in (*scheduler.running, *scheduler.waiting)]
+    requests = (*scheduler.running, *scheduler.waiting)
+    return [snapshot_sequence(sequence, size, now) for request in requests for sequence in request.live]
 
 
-def snapshot_sequence(request: Request, block_size: int, now: float) -> SequenceSnapshot:
+def snapshot_sequence(sequence: Sequence, block_size: int, now: float) -> SequenceSnapshot:
     """Return one sequence as it is."""
-    submission, table = request.submission, request.table
+    request, table = sequence.request, sequence.table
+    submission = request.submission
     state = admin.SEQUENCE_STATE_WAITING
     if request.state is State.RUNNING:
-        state = admin.SEQUENCE_STATE_DECODE if request.decoding else admin.SEQUENCE_STATE_PREFILL
+        state = admin.SEQUENCE_STATE_DECODE if sequence.decoding else admin.SEQUENCE_STATE_PREFILL
     message = admin.Sequence(
         request_id=submission.request_id,
+        index=sequence.index,
         tenant=submission.tenant,
         state=state,
         prompt_tokens=request.prompt_length,
-        output_tokens=request.outputs,
+        output_tokens=sequence.outputs,
         computed_tokens=0 if table is None else table.computed,
         cached_tokens=request.cached_tokens,
         priority=submission.priority,

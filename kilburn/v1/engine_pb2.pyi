@@ -355,6 +355,7 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     DEADLINE_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     tenant: _builtins.str
     request_id: _builtins.str
@@ -366,6 +367,8 @@ class Submit(_message.Message):
     cache_salt: _builtins.str
     deadline_unix_seconds: _builtins.float
     """0: none"""
+    samples: _builtins.int
+    """sequences to make of the prompt, from 1"""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -387,10 +390,11 @@ class Submit(_message.Message):
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         deadline_unix_seconds: _builtins.float = ...,
+        samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "deadline_unix_seconds", b"deadline_unix_seconds", "handle", b"handle", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "deadline_unix_seconds", b"deadline_unix_seconds", "handle", b"handle", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "samples", b"samples", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

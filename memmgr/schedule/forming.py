@@ -6,10 +6,13 @@ nothing meanwhile, and others may pass it. It waits for the last block of the ru
 before that block is there (preempted, cancelled, failed), it is free again: the first of those who waited leads.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from array import array
 from typing import Final
 
-from memmgr.schedule.requests import Request
+from memmgr.core.prefix import Lineage
+from memmgr.schedule.requests import Request, Sequence
 
 
 class FormingPrefixes:
@@ -19,8 +22,8 @@ class FormingPrefixes:
 
     def __init__(self, block_size: int) -> None:
         self._block_size: Final = block_size
-        self._leaders: dict[bytes, Request] = {}
-        self._names: dict[Request, list[tuple[int, bytes]]] = {}  # of a leader: (logical, name), the last block first
+        self._leaders: dict[bytes, Sequence] = {}
+        self._names: dict[Sequence, list[tuple[int, bytes]]] = {}  # of a leader: (logical, name), the last block first
         self._followers: dict[bytes, list[Request]] = {}
         self._waits_for: dict[Request, bytes] = {}
 
@@ -29,34 +32,34 @@ class FormingPrefixes:
         return len(self._leaders)
 
     @property
-    def waiting(self) -> Sequence[Request]:
+    def waiting(self) -> tuple[Request, ...]:
         """Those who wait."""
         return tuple(self._waits_for)
 
-    def lead(self, request: Request, cached_blocks: int) -> None:
-        """Take note that an admitted request computes its blocks from `cached_blocks` on; of equal ones the first counts."""
+    def lead(self, sequence: Sequence, tokens: array[int], cached_blocks: int) -> None:
+        """Take note that a sequence computes the blocks of `tokens` from `cached_blocks` on; of equal ones the first counts."""
         names: list[tuple[int, bytes]] = []
-        for logical in range(cached_blocks, len(request.tokens) // self._block_size):
-            name = self._name(request, logical)
+        for logical in range(cached_blocks, len(tokens) // self._block_size):
+            name = self._name(sequence.lineage, tokens, logical)
             if name not in self._leaders:
-                self._leaders[name] = request
+                self._leaders[name] = sequence
                 names.append((logical, name))
         if names:
             names.reverse()
-            self._names[request] = names
+            self._names[sequence] = names
 
-    def leads(self, request: Request) -> bool:
-        """Return whether a request is computing a block that others could wait for."""
-        return request in self._names
+    def leads(self, sequence: Sequence) -> bool:
+        """Return whether a sequence is computing a block that others could wait for."""
+        return sequence in self._names
 
-    def follow(self, request: Request, cached_blocks: int) -> Request | None:
-        """Let a request wait, and return its leader; None: nobody computes the first block that the cache lacks.
+    def follow(self, request: Request, lineage: Lineage, tokens: array[int], cached_blocks: int) -> Sequence | None:
+        """Let a request wait that needs `tokens`; return its leader. None: nobody computes the first block that the cache lacks.
 
         The last token of a prompt is computed in any case, so a block that holds it is of no use to it.
         """
         awaited: bytes | None = None
-        for logical in range(cached_blocks, (len(request.tokens) - 1) // self._block_size):
-            name = self._name(request, logical)
+        for logical in range(cached_blocks, (len(tokens) - 1) // self._block_size):
+            name = self._name(lineage, tokens, logical)
             if name not in self._leaders:
                 break
             awaited = name
@@ -78,7 +81,7 @@ class FormingPrefixes:
         if not followers:
             del self._followers[name]
 
-    def arrived(self, leader: Request, blocks: int) -> list[Request]:
+    def arrived(self, leader: Sequence, blocks: int) -> list[Request]:
         """Take note that a leader's first `blocks` blocks are in the pool; return those who need not wait any more."""
         names = self._names[leader]
         freed: list[Request] = []
@@ -88,7 +91,7 @@ class FormingPrefixes:
             del self._names[leader]
         return freed
 
-    def leave(self, leader: Request) -> list[Request]:
+    def leave(self, leader: Sequence) -> list[Request]:
         """Take note that a leader computes no more; return those who waited for what it had not computed yet."""
         return [request for _, name in reversed(self._names.pop(leader)) for request in self._release(name)]
 
@@ -99,9 +102,9 @@ class FormingPrefixes:
             del self._waits_for[request]
         return followers
 
-    def _name(self, request: Request, logical: int) -> bytes:
+    def _name(self, lineage: Lineage, tokens: array[int], logical: int) -> bytes:
         size = self._block_size
-        return request.lineage.name(logical, request.tokens[logical * size : (logical + 1) * size].tobytes())
+        return lineage.name(logical, tokens[logical * size : (logical + 1) * size].tobytes())
 
     def check_invariants(self) -> int:
         """Check that leaders and followers agree. Returns how many checks were made.
@@ -114,5 +117,5 @@ class FormingPrefixes:
         assert all(self._names.values()), "a leader of nothing"
         assert self._followers.keys() <= self._leaders.keys(), "a request waits for what nobody computes"
         assert {request: name for name, requests in self._followers.items() for request in requests} == self._waits_for
-        assert not self._names.keys() & self._waits_for.keys(), "a leader waits"
+        assert not {leader.request for leader in self._names} & self._waits_for.keys(), "a leader waits"
         return len(led) + len(self._waits_for) + 4

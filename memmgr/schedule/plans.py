@@ -53,7 +53,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request as it came. `prompt` has at least one id; `max_tokens` 0: up to the context length."""
+    """A request as it came. `prompt` has at least one id; `max_tokens` 0: up to the context length; `samples` from 1."""
 
     key: RequestKey
     tenant: str
@@ -62,6 +62,7 @@ class Submission:
     sampling: object
     max_tokens: int
     stop_token_ids: frozenset[int]
+    samples: int = 1
     priority: int = 0
     salt: str = ""
     deadline: float = float("inf")  # on the same clock as every `now`
@@ -94,12 +95,12 @@ class PlannedSample:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. `opens` are (slot, sampling)."""
+    """One step. `opens` are (slot, sampling, index among the request's sequences)."""
 
     step: int
     memory: StepMemory
     closes: tuple[int, ...]
-    opens: tuple[tuple[int, object], ...]
+    opens: tuple[tuple[int, object, int], ...]
     chunks: tuple[PlannedChunk, ...]
     samples: tuple[PlannedSample, ...]
 

@@ -1,13 +1,17 @@
-"""One request's life.
+"""One request's life, and that of the sequences that it consists of: `n` samples of one prompt, most often one.
 
     state     on                                            becomes
-    WAITING   admitted: slot and table given                RUNNING
+    WAITING   admitted: slots and a table given             RUNNING
     WAITING   cancelled, deadline passed, executor lost     ENDED
-    RUNNING   preempted: slot and table taken back          WAITING, with its arrival, so its seniority
-    RUNNING   stop token, max_tokens, context, NaN          ENDED
-    RUNNING   finished by a stop string, cancelled, lost    ENDED
+    RUNNING   preempted: slots and tables taken back        WAITING, with its arrival, so its seniority
+    RUNNING   all its sequences have ended                  ENDED
+    RUNNING   cancelled, lost                               ENDED
 
-Lengths, in tokens, for a running request:
+A request is admitted and preempted as a whole. Where several of its sequences live, one of them, the trunk, computes the prompt;
+then the others fork from it, and each goes its own way: on with its first token, or, when it comes back, with those that it has.
+A sequence ends by itself: stop token, max_tokens, context, NaN, a stop string.
+
+Lengths, in tokens, for a running sequence:
 
     0 ........ table.computed ........ table.planned ........ promised
                acknowledged            in plans that left     known, or being sampled by a plan that left
@@ -16,13 +20,18 @@ Lengths, in tokens, for a running request:
 promised - 1; there is work while there is one, and an output is still wanted after it.
 """
 
+from __future__ import annotations
+
 from array import array
 from enum import IntEnum
 from typing import Final
 
 from memmgr.core.memory import Table
 from memmgr.core.prefix import Lineage
-from memmgr.schedule.plans import Submission
+from memmgr.schedule.plans import RequestKey, Submission
+
+#: Names a sequence for good: its request, and its index among the samples.
+SequenceKey = tuple[RequestKey, int]
 
 
 class State(IntEnum):
@@ -33,80 +42,63 @@ class State(IntEnum):
     ENDED = 3
 
 
-class Request:
-    """A live request. Only the scheduler changes it, and its `priority` only while it is in no queue."""
+class Sequence:
+    """One of a request's sequences. Only the scheduler changes it."""
 
     __slots__ = (
-        "arrival",
-        "arrived_at",
-        "cached_tokens",
-        "first_admitted_at",
+        "ended",
         "high_water",
         "in_flight",
+        "index",
+        "key",
         "lineage",
-        "max_outputs",
         "outputs_promised",
-        "preemptions",
-        "priority",
-        "residence",
+        "request",
         "slot",
-        "state",
-        "submission",
         "table",
         "tokens",
         "told",
     )
 
-    def __init__(self, submission: Submission, lineage: Lineage, max_outputs: int, arrival: int, now: float) -> None:
-        self.submission: Final = submission
-        self.lineage: Final = lineage
-        self.max_outputs: Final = max_outputs
-        self.arrival: Final = arrival  # grows with each submission
-        self.arrived_at: Final = now
-        self.priority = submission.priority  # in force: raised while a more urgent request waits for what this one computes
-        self.tokens: Final = array("I", submission.prompt)  # prompt and known outputs
-        self.state = State.WAITING
+    def __init__(self, request: Request, index: int, lineage: Lineage) -> None:
+        self.request: Final = request
+        self.index: Final = index
+        self.key: Final[SequenceKey] = (request.submission.key, index)
+        self.lineage = lineage  # of its own from the fork on
+        self.tokens: Final = array("I", request.submission.prompt)  # prompt and known outputs
+        self.ended = False
         self.table: Table | None = None
         self.slot = -1
         self.told: list[int] = []  # the table as the executor knows it
-        self.residence = 0  # counts admissions: a result for an earlier one acknowledges nothing
         self.outputs_promised = 0
-        self.in_flight = 0  # plans out that name it
+        self.in_flight = 0  # plans out that compute or sample something for it
         self.high_water = 0  # tokens that were computed or found in the cache at some time
-        self.first_admitted_at: float | None = None
-        self.cached_tokens = 0
-        self.preemptions = 0
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """The order of service: priority, then arrival."""
-        return (self.priority, self.arrival)
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.submission.prompt)
 
     @property
     def outputs(self) -> int:
         """Output tokens known so far."""
-        return len(self.tokens) - len(self.submission.prompt)
+        return len(self.tokens) - self.request.prompt_length
 
     @property
     def promised(self) -> int:
         """See the module."""
-        return len(self.submission.prompt) + self.outputs_promised
+        return self.request.prompt_length + self.outputs_promised
 
     @property
     def uncomputed(self) -> int:
-        """Tokens that the next steps have to compute before the next output can be sampled; 0 where none is wanted."""
-        assert self.table is not None
-        return self.promised - self.table.planned if self.outputs_promised < self.max_outputs else 0
+        """Tokens that the next steps have to compute before the next output can be sampled, or the others can fork; 0: none."""
+        table = self.table
+        if table is None:
+            return 0  # it has not forked yet
+        if not self.request.forked:
+            return self.request.prompt_length - table.planned
+        return self.promised - table.planned if self.outputs_promised < self.request.max_outputs else 0
 
     @property
     def decoding(self) -> bool:
         """Whether what is left to compute is an output, or nothing."""
-        assert self.table is not None
+        if self.table is None or not self.request.forked:
+            return False
         return self.outputs_promised > 0 and self.promised - self.table.planned <= 1
 
     def tell(self) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
@@ -124,3 +116,67 @@ class Request:
         new_blocks = tuple(blocks[len(told) :])
         told.extend(new_blocks)
         return new_blocks, edits
+
+
+class Request:
+    """A live request. Only the scheduler changes it, and its `priority` only while it is in no queue."""
+
+    __slots__ = (
+        "arrival",
+        "arrived_at",
+        "cached_tokens",
+        "first_admitted_at",
+        "forked",
+        "max_outputs",
+        "preemptions",
+        "priority",
+        "residence",
+        "sequences",
+        "state",
+        "submission",
+    )
+
+    def __init__(self, submission: Submission, lineage: Lineage, max_outputs: int, arrival: int, now: float) -> None:
+        self.submission: Final = submission
+        self.max_outputs: Final = max_outputs  # of each sequence
+        self.arrival: Final = arrival  # grows with each submission
+        self.arrived_at: Final = now
+        self.priority = submission.priority  # in force: raised while a more urgent request waits for what this one computes
+        self.state = State.WAITING
+        self.forked = False  # the prompt is in plans that left, and each of its sequences has a table
+        self.residence = 0  # counts admissions: a result for an earlier one acknowledges nothing
+        self.first_admitted_at: float | None = None
+        self.cached_tokens = 0
+        self.preemptions = 0
+        self.sequences: Final = tuple(Sequence(self, index, lineage) for index in range(submission.samples))
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The order of service: priority, then arrival."""
+        return (self.priority, self.arrival)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.submission.prompt)
+
+    @property
+    def live(self) -> list[Sequence]:
+        """The sequences that have not ended, by index."""
+        return [sequence for sequence in self.sequences if not sequence.ended]
+
+    @property
+    def trunk(self) -> Sequence:
+        """The sequence that computes the prompt for all; there is one while the request lives."""
+        return next(sequence for sequence in self.sequences if not sequence.ended)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a plan is out that names one of the living sequences."""
+        return any(sequence.in_flight for sequence in self.sequences if not sequence.ended)
+
+    @property
+    def trunk_tokens(self) -> array[int]:
+        """What the trunk computes before anything else of the request can run: all that it knows, where it is alone."""
+        live = self.live
+        return live[0].tokens if len(live) == 1 else self.submission.prompt

@@ -2,7 +2,7 @@
 
 Each step has a budget of tokens. Running sequences that decode come first, one token each, so that a long prompt never stalls a
 stream; the rest of the budget goes to prompts, in chunks, running ones before waiting ones, in order of rank (priority, then
-arrival). Where a sequence can't grow, the running sequence of the last rank is preempted: its blocks go, what the prefix index
+arrival). Where a sequence can't grow, the running request of the last rank is preempted: its blocks go, what the prefix index
 knows of them stays cached, and it waits, with its old rank, to be computed again. A prefix that a running sequence is computing
 is not computed twice: who needs it waits for it (schedule/forming.py).
 
@@ -14,7 +14,7 @@ Pure: no I/O, no clock, no randomness. What clients are to hear gathers in order
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
@@ -38,7 +38,7 @@ from memmgr.schedule.plans import (
     SequenceEnd,
     Submission,
 )
-from memmgr.schedule.requests import Request, State
+from memmgr.schedule.requests import Request, Sequence, State
 
 
 @dataclass(slots=True)
@@ -61,13 +61,17 @@ class ScheduleCounters:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One sequence's part in a plan that has left: positions start .. end - 1, then perhaps a sample."""
+    """One sequence's part in a plan that has left: positions start .. end - 1.
 
-    request: Request
+    `samples`: the sequences that its last logits are sampled for. `forks`: those that share its tokens from then on.
+    """
+
+    sequence: Sequence
     residence: int
     start: int
     end: int
-    samples: bool
+    samples: tuple[Sequence, ...]
+    forks: tuple[Sequence, ...]
 
 
 @dataclass(slots=True)
@@ -75,7 +79,7 @@ class _Draft:
     """A step being planned."""
 
     budget: int
-    counts: dict[Request, int] = field(default_factory=dict)  # in the order of the plan's chunks
+    counts: dict[Sequence, int] = field(default_factory=dict)  # in the order of the plan's chunks
     opened: list[Request] = field(default_factory=list)
 
 
@@ -113,12 +117,17 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
-    def running(self) -> Sequence[Request]:
+    def running(self) -> list[Request]:
         """Admitted requests, by rank."""
         return self._running
 
     @property
-    def waiting(self) -> Sequence[Request]:
+    def running_sequences(self) -> int:
+        """Sequences of admitted requests."""
+        return self.limits.max_running - len(self._free_slots)
+
+    @property
+    def waiting(self) -> list[Request]:
         """Requests in the queue, by rank, with those who wait for another's prefix."""
         return sorted((*self._waiting, *self._forming.waiting), key=_rank)
 
@@ -138,16 +147,20 @@ class Scheduler:
         if submission.key in self._requests:
             return False
         name = (submission.tenant, submission.request_id)
-        room = self.limits.context_length - len(submission.prompt)
+        room = self._room(submission)
         refusal: tuple[EndCode, str] | None = None
         if name in self._names:
             refusal = EndCode.DUPLICATE, f"request {submission.request_id!r} is already running"
-        elif room < 1:
+        elif len(submission.prompt) >= self.limits.context_length:
             refusal = (
                 EndCode.NEVER_FITS,
                 f"the prompt has {len(submission.prompt)} tokens; with one of output it must fit "
                 f"the context of {self.limits.context_length}",
             )
+        elif submission.samples > self.limits.max_running:
+            refusal = EndCode.NEVER_FITS, f"{submission.samples} sequences; at most {self.limits.max_running} run at once"
+        elif room < 1:
+            refusal = EndCode.NEVER_FITS, f"{submission.samples} sequences of this prompt do not fit the pool together"
         elif (waiting := len(self._waiting) + len(self._forming.waiting)) >= self.limits.max_waiting:
             refusal = EndCode.QUEUE_FULL, f"{waiting} requests are waiting already; try again later"
         if refusal is not None:
@@ -165,6 +178,17 @@ class Scheduler:
             heappush(self._deadlines, (submission.deadline, submission.key))
         return True
 
+    def _room(self, submission: Submission) -> int:
+        """Return how many outputs each of a request's sequences can have: the context's rest, or what they can hold together."""
+        prompt = len(submission.prompt)
+        room = self.limits.context_length - prompt
+        if submission.samples == 1:
+            return room
+        memory = self.memory
+        shared = prompt // memory.block_size
+        each = (memory.pool.total - shared) // submission.samples
+        return min(room, (shared + each) * memory.block_size - prompt)
+
     def cancel(self, key: RequestKey, code: EndCode, message: str, now: float) -> bool:
         """End a request whose output is not wanted any more; everything that it holds is free at once. False: it is not live."""
         request = self._requests.get(key)
@@ -174,16 +198,19 @@ class Scheduler:
         self._end(request, code, message, now)
         return True
 
-    def finish(self, key: RequestKey, output_tokens: int, now: float) -> None:
-        """End a request whose text reached a stop string at its output token number `output_tokens` (from 1).
+    def finish(self, key: RequestKey, index: int, output_tokens: int, now: float) -> None:
+        """End a sequence whose text reached a stop string at its output token number `output_tokens` (from 1).
 
         Nothing happens where it has ended by itself meanwhile.
         """
         request = self._requests.get(key)
-        if request is None or not 0 <= output_tokens <= request.outputs:
+        if request is None or index >= len(request.sequences):
             return
-        self.counters.discarded_tokens += request.outputs - output_tokens
-        self._complete(request, output_tokens, FinishReason.STOP, now)
+        sequence = request.sequences[index]
+        if sequence.ended or not 0 <= output_tokens <= sequence.outputs:
+            return
+        self.counters.discarded_tokens += sequence.outputs - output_tokens
+        self._complete(sequence, output_tokens, FinishReason.STOP, now)
 
     def abandon(self, code: EndCode, message: str, now: float) -> None:
         """End every request: the executor is gone, and with it what was in flight and what the pool held."""
@@ -204,27 +231,29 @@ class Scheduler:
         self.memory.now = now
         self._expire(now)
         draft = _Draft(self.limits.max_step_tokens)
-        for request in sorted(self._running, key=lambda request: not request.decoding):  # those that decode first, each by rank
-            if request.state is State.RUNNING:  # not preempted a moment ago
-                self._schedule(draft, request)
+        sequences = [sequence for request in self._running for sequence in request.sequences if not sequence.ended]
+        sequences.sort(key=lambda sequence: not sequence.decoding)  # those that decode first, each by rank
+        for sequence in sequences:
+            if sequence.request.state is State.RUNNING:  # not preempted a moment ago
+                self._schedule(draft, sequence)
         self._admit(draft, now)
         if not draft.counts and not self._closed_slots:
             return None
         return self._seal(draft)
 
-    def _schedule(self, draft: _Draft, request: Request) -> None:
+    def _schedule(self, draft: _Draft, sequence: Sequence) -> None:
         """Give a running sequence its part of the budget, at the cost of those behind it where blocks are short."""
-        assert request.table is not None
-        count = min(request.uncomputed, draft.budget)
+        count = min(sequence.uncomputed, draft.budget)
         if count == 0:
             return
-        while (growth := self.memory.plan_growth(request.table, count)) is None:
+        assert sequence.table is not None
+        while (growth := self.memory.plan_growth(sequence.table, count)) is None:
             victim = self._running[-1]
             self._preempt(victim, draft)
-            if victim is request:
+            if victim is sequence.request:
                 return
         self.memory.grow(growth)
-        draft.counts[request] = count
+        draft.counts[sequence] = count
         draft.budget -= count
 
     def _admit(self, draft: _Draft, now: float) -> None:
@@ -235,37 +264,42 @@ class Scheduler:
                 return  # preempted a moment ago: its last token is not back yet
             if self._follows(request):  # where there is no room for it as well: its leader may have to be raised
                 continue
-            if not draft.budget or len(self._running) == self.limits.max_running:
+            live = request.live
+            if not draft.budget or len(self._free_slots) < len(live):
                 return
-            admission = self.memory.plan_admission(request.lineage, request.tokens, self._prompt_blocks_owed())
+            trunk = live[0]
+            reserve = self._blocks_owed() + self._branch_blocks(live) + self._blocks_after(trunk, len(request.trunk_tokens))
+            admission = self.memory.plan_admission(trunk.lineage, request.trunk_tokens, reserve)
             if admission is None:
                 return
             del self._waiting[0]
             insort(self._running, request, key=_rank)
             request.state = State.RUNNING
-            request.table = self.memory.admit(request.submission.key, request.lineage, admission)
-            request.slot = heappop(self._free_slots)
+            request.forked = len(live) == 1
             request.residence += 1
+            trunk.table = self.memory.admit(trunk.key, trunk.lineage, admission)
+            for sequence in live:
+                sequence.slot = heappop(self._free_slots)
             if self.memory.prefix_cache:
-                self._forming.lead(request, len(admission.match.blocks))
-            self._count_hits(request, admission.cached_tokens)
+                self._forming.lead(trunk, request.trunk_tokens, len(admission.match.blocks))
+            self._count_hits(trunk, admission.cached_tokens)
             if request.first_admitted_at is None:
                 request.first_admitted_at = now
                 request.cached_tokens = admission.cached_tokens
             draft.opened.append(request)
-            self._schedule(draft, request)
+            self._schedule(draft, trunk)
 
     def _follows(self, request: Request) -> bool:
         """Let the first of the queue wait for a prefix that is being computed, if there is one, and be as urgent as it is."""
         if not self._forming:
             return False
-        cached = self.memory.cached_blocks(request.lineage, request.tokens)
-        leader = self._forming.follow(request, cached)
+        lineage, tokens = request.trunk.lineage, request.trunk_tokens
+        leader = self._forming.follow(request, lineage, tokens, self.memory.cached_blocks(lineage, tokens))
         if leader is None:
             return False
         del self._waiting[0]
-        if request.priority < leader.priority:
-            self._set_priority(leader, request.priority)
+        if request.priority < leader.request.priority:
+            self._set_priority(leader.request, request.priority)
         return True
 
     def _set_priority(self, request: Request, priority: int) -> None:
@@ -279,14 +313,29 @@ class Scheduler:
         for request in requests:
             insort(self._waiting, request, key=_rank)
 
-    def _prompt_blocks_owed(self) -> int:
-        """Return how many blocks the prompts that were admitted still have to take: they are not another's."""
+    def _blocks_owed(self) -> int:
+        """Return how many blocks admitted requests still have to take for what they know: they are not another's."""
         owed = 0
         for request in self._running:
-            assert request.table is not None
-            if not request.decoding:
-                owed += self.memory.blocks_for(request.promised + 1) - len(request.table.blocks)
+            if not request.forked:
+                live = request.live
+                assert live[0].table is not None
+                owed += self.memory.blocks_for(live[0].promised + 1) - len(live[0].table.blocks) + self._branch_blocks(live)
+                continue
+            for sequence in request.sequences:
+                if not sequence.ended and not sequence.decoding:
+                    assert sequence.table is not None
+                    owed += self.memory.blocks_for(sequence.promised + 1) - len(sequence.table.blocks)
         return owed
+
+    def _branch_blocks(self, live: list[Sequence]) -> int:
+        """Return how many blocks a request's others need beside those of its trunk, for what they know and one token more."""
+        shared = live[0].request.prompt_length // self.memory.block_size
+        return sum(self.memory.blocks_for(sequence.promised + 1) - shared for sequence in live[1:])
+
+    def _blocks_after(self, trunk: Sequence, length: int) -> int:
+        """Return how many blocks a trunk needs for what it knows behind its first `length` tokens."""
+        return self.memory.blocks_for(trunk.promised + 1) - self.memory.blocks_for(length + 1)
 
     def _seal(self, draft: _Draft) -> Plan:
         """Turn a draft into a plan that leaves."""
@@ -294,31 +343,57 @@ class Scheduler:
         chunks: list[PlannedChunk] = []
         samples: list[PlannedSample] = []
         rows: list[_Row] = []
-        for request, count in draft.counts.items():
-            table = request.table
+        forking: list[Request] = []
+        for sequence, count in draft.counts.items():
+            table, request = sequence.table, sequence.request
             assert table is not None
             start = table.planned - count
-            known = start < len(request.tokens)
-            tokens = request.tokens[start : start + count] if known else None
+            known = start < len(sequence.tokens)
+            tokens = sequence.tokens[start : start + count] if known else None
             assert len(tokens) == count if tokens is not None else count == 1
-            samples_now = table.planned == request.promised
-            if samples_now:
-                samples.append(PlannedSample(len(chunks), request.slot, request.outputs_promised))
-                request.outputs_promised += 1
-            new_blocks, edits = request.tell()
-            chunks.append(PlannedChunk(request.slot, start, count, tokens, new_blocks, edits))
-            rows.append(_Row(request, request.residence, start, table.planned, samples_now))
-            request.in_flight += 1
+            sampled: list[Sequence] = [sequence] if table.planned == sequence.promised else []
+            forks: list[Sequence] = []
+            if not request.forked and table.planned == request.prompt_length:
+                forking.append(request)
+                forks = request.live[1:]
+                sampled = [one for one in (sequence, *forks) if one.outputs_promised == 0]
+            for one in sampled:
+                samples.append(PlannedSample(len(chunks), one.slot, one.outputs_promised))
+                one.outputs_promised += 1
+            new_blocks, edits = sequence.tell()
+            chunks.append(PlannedChunk(sequence.slot, start, count, tokens, new_blocks, edits))
+            rows.append(_Row(sequence, request.residence, start, table.planned, tuple(sampled), tuple(forks)))
+            sequence.in_flight += 1
+            for one in sampled:
+                one.in_flight += one is not sequence
         closes, self._closed_slots = tuple(self._closed_slots), []
-        opens = tuple((request.slot, request.submission.sampling) for request in draft.opened)
+        opens = tuple(
+            (sequence.slot, request.submission.sampling, sequence.index)
+            for request in draft.opened
+            for sequence in request.sequences
+            if not sequence.ended
+        )
         self._in_flight.append((self._step, rows))
         self.counters.planned_steps += 1
-        return Plan(self._step, self.memory.end_step(), closes, opens, tuple(chunks), tuple(samples))
+        plan = Plan(self._step, self.memory.end_step(), closes, opens, tuple(chunks), tuple(samples))
+        for request in forking:
+            self._fork(request)
+        return plan
+
+    def _fork(self, request: Request) -> None:
+        """Give a request's other sequences the trunk's content: the prompt, which plans that left compute."""
+        request.forked = True
+        trunk, *others = request.live
+        for sequence in others:
+            sequence.table = self.memory.fork(trunk.key, sequence.key)
+            sequence.lineage = sequence.table.lineage
+            sequence.high_water = max(sequence.high_water, request.prompt_length)
 
     def _preempt(self, request: Request, draft: _Draft) -> None:
         """Take a running request's memory back; it waits with the rank that it had."""
         assert request not in draft.opened, "a request was admitted without the blocks for its prompt"
-        draft.budget += draft.counts.pop(request, 0)
+        for sequence in request.sequences:
+            draft.budget += draft.counts.pop(sequence, 0)
         self._leave(request)
         request.state = State.WAITING
         request.preemptions += 1
@@ -344,63 +419,83 @@ class Scheduler:
         self.counters.acknowledged_steps += 1
         results = iter(sampled)
         for row in rows:
-            request = row.request
-            request.in_flight -= 1
-            result = next(results) if row.samples else None
-            if result is not None and result.failed and request.table is None:
-                self.memory.distrust_cached(request.lineage, request.tokens)  # it was released meanwhile
-            if request.state is State.ENDED:
-                self.counters.discarded_tokens += row.end - row.start
-                continue
-            self._count(request, row)
-            if request.state is State.RUNNING and row.residence == request.residence:
-                assert request.table is not None
-                self.memory.acknowledge(request.table, row.end, request.tokens)
-                if self._forming.leads(request):
-                    self._rejoin(self._forming.arrived(request, request.table.committed))
-                    if not self._forming.leads(request) and request.priority != request.submission.priority:
-                        self._set_priority(request, request.submission.priority)
-            if result is not None:
-                self._append(request, result, now)
+            row.sequence.in_flight -= 1
+            for sequence in row.samples:
+                sequence.in_flight -= sequence is not row.sequence
+            outcomes = [(sequence, next(results)) for sequence in row.samples]
+            self._acknowledge(row)
+            for sequence, result in outcomes:
+                self._append(sequence, result, now)
 
-    def _count_hits(self, request: Request, cached_tokens: int) -> None:
+    def _acknowledge(self, row: _Row) -> None:
+        """Take note of what a row computed, where its sequence still is what it was when the row left."""
+        sequence, request = row.sequence, row.sequence.request
+        if sequence.ended:
+            self.counters.discarded_tokens += row.end - row.start
+        else:
+            self._count(sequence, row)
+        if request.state is not State.RUNNING or row.residence != request.residence:
+            return
+        for one in (sequence, *row.forks):
+            if one.table is not None:
+                self.memory.acknowledge(one.table, row.end, one.tokens)
+        if sequence.table is not None and self._forming.leads(sequence):
+            self._rejoin(self._forming.arrived(sequence, sequence.table.committed))
+            if not self._forming.leads(sequence) and request.priority != request.submission.priority:
+                self._set_priority(request, request.submission.priority)
+
+    def _count_hits(self, trunk: Sequence, cached_tokens: int) -> None:
         """Count what an admission found of the prompt and no earlier one had found or computed: each token counts once."""
-        of_prompt = max(0, min(cached_tokens, request.prompt_length) - request.high_water)
+        of_prompt = max(0, min(cached_tokens, trunk.request.prompt_length) - trunk.high_water)
         self.counters.prefix_query_tokens += of_prompt
         self.counters.prefix_hit_tokens += of_prompt
-        request.high_water = max(request.high_water, cached_tokens)
+        trunk.high_water = max(trunk.high_water, cached_tokens)
 
-    def _count(self, request: Request, row: _Row) -> None:
-        first_time = max(0, row.end - max(row.start, request.high_water))
+    def _count(self, sequence: Sequence, row: _Row) -> None:
+        first_time = max(0, row.end - max(row.start, sequence.high_water))
         self.counters.recomputed_tokens += row.end - row.start - first_time
-        of_prompt = max(0, min(row.end, request.prompt_length) - max(row.start, request.high_water))
+        of_prompt = max(0, min(row.end, sequence.request.prompt_length) - max(row.start, sequence.high_water))
         self.counters.prefill_tokens += of_prompt
         self.counters.prefix_query_tokens += of_prompt
-        request.high_water = max(request.high_water, row.end)
+        sequence.high_water = max(sequence.high_water, row.end)
 
-    def _append(self, request: Request, result: Sampled, now: float) -> None:
-        """Add a sampled token to its request, which may end with it."""
+    def _append(self, sequence: Sequence, result: Sampled, now: float) -> None:
+        """Add a sampled token to its sequence, which may end with it."""
         if result.failed:
-            if request.table is not None:
-                self.memory.distrust(request.table)  # or whoever begins with the same tokens fails as well
-            self._complete(request, request.outputs, FinishReason.ERROR, now)
+            # Or whoever begins with the same tokens fails as well.
+            if sequence.table is not None:
+                self.memory.distrust(sequence.table)
+            else:
+                self.memory.distrust_cached(sequence.lineage, sequence.tokens)  # it was released meanwhile
+        if sequence.ended:
             return
+        request = sequence.request
         submission = request.submission
-        self._events.append(NewToken(submission.key, 0, request.outputs, result.token, result.logprob))
-        request.tokens.append(result.token)
+        if result.failed:
+            self._complete(sequence, sequence.outputs, FinishReason.ERROR, now)
+            return
+        self._events.append(NewToken(submission.key, sequence.index, sequence.outputs, result.token, result.logprob))
+        sequence.tokens.append(result.token)
         if result.token in submission.stop_token_ids:
-            self._complete(request, request.outputs, FinishReason.EOS, now)
-        elif request.outputs == request.max_outputs:
-            reason = FinishReason.LENGTH if request.outputs == submission.max_tokens else FinishReason.CONTEXT
-            self._complete(request, request.outputs, reason, now)
+            self._complete(sequence, sequence.outputs, FinishReason.EOS, now)
+        elif sequence.outputs == request.max_outputs:
+            reason = FinishReason.LENGTH if sequence.outputs == submission.max_tokens else FinishReason.CONTEXT
+            self._complete(sequence, sequence.outputs, reason, now)
 
     # ---------------------------------------------------------------------------------------------------- ends
 
-    def _complete(self, request: Request, output_tokens: int, reason: FinishReason, now: float) -> None:
-        self.counters.finished_requests += 1
+    def _complete(self, sequence: Sequence, output_tokens: int, reason: FinishReason, now: float) -> None:
+        """End one sequence, and with the last one its request."""
+        request = sequence.request
         self.counters.decode_tokens += max(0, output_tokens - 1)
-        self._events.append(SequenceEnd(request.submission.key, 0, output_tokens, reason))
-        self._end(request, EndCode.OK, "", now)
+        self._events.append(SequenceEnd(request.submission.key, sequence.index, output_tokens, reason))
+        if len(request.live) == 1:
+            self.counters.finished_requests += 1
+            self._end(request, EndCode.OK, "", now)
+            return
+        if request.state is State.RUNNING:
+            self._release(sequence)
+        sequence.ended = True
 
     def _end(self, request: Request, code: EndCode, message: str, now: float) -> None:
         submission = request.submission
@@ -411,6 +506,8 @@ class Scheduler:
         else:
             del self._waiting[bisect_left(self._waiting, request.rank, key=_rank)]
         request.state = State.ENDED
+        for sequence in request.sequences:
+            sequence.ended = True
         del self._requests[submission.key]
         del self._names[submission.tenant, submission.request_id]
         admitted_at = now if request.first_admitted_at is None else request.first_admitted_at
@@ -418,17 +515,23 @@ class Scheduler:
         self._events.append(RequestEnd(submission.key, code, message, request.cached_tokens, request.preemptions, queue_seconds))
 
     def _leave(self, request: Request) -> None:
-        """Take slot and memory from a running request."""
+        """Take slots and memory from a running request."""
         del self._running[bisect_left(self._running, request.rank, key=_rank)]
         request.priority = request.submission.priority
-        if self._forming.leads(request):
-            self._rejoin(self._forming.leave(request))
-        self.memory.release(request.submission.key, request.tokens)
-        heappush(self._free_slots, request.slot)
-        self._closed_slots.append(request.slot)
-        request.slot = -1
-        request.table = None
-        request.told = []
+        for sequence in request.live:
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Take slot and memory from one sequence of a running request."""
+        if self._forming.leads(sequence):
+            self._rejoin(self._forming.leave(sequence))
+        if sequence.table is not None:
+            self.memory.release(sequence.key, sequence.tokens)
+            sequence.table = None
+        heappush(self._free_slots, sequence.slot)
+        self._closed_slots.append(sequence.slot)
+        sequence.slot = -1
+        sequence.told = []
 
     # ------------------------------------------------------------------------------------------------ invariants
 
@@ -444,24 +547,32 @@ class Scheduler:
             assert all(request.state is state for request in queue)
         followers = self._forming.waiting
         assert all(request.state is State.WAITING for request in followers)
-        assert all(self._forming.leads(r) or r.priority == r.submission.priority for r in self._running), "raised for nobody"
+        for request in self._running:
+            raised = request.priority != request.submission.priority
+            assert not raised or any(self._forming.leads(one) for one in request.live), "raised for nobody"
         live = {request.submission.key for request in (*self._waiting, *followers, *self._running)}
         assert live == set(self._requests), "a live request is in no queue, or a queue holds a dead one"
         assert {(r.submission.tenant, r.submission.request_id) for r in self._requests.values()} == set(self._names)
-        assert set(self.memory.tables) == {request.submission.key for request in self._running}
-        slots = [request.slot for request in self._running]
+        running = [sequence for request in self._running for sequence in request.live]
+        assert set(self.memory.tables) == {sequence.key for sequence in running if sequence.table is not None}
+        slots = [sequence.slot for sequence in running]
         assert sorted(slots + self._free_slots) == list(range(self.limits.max_running)), "slots do not add up"
-        in_flight: dict[Request, int] = {}
+        in_flight: dict[Sequence, int] = {}
         for _, rows in self._in_flight:
             for row in rows:
-                in_flight[row.request] = in_flight.get(row.request, 0) + 1
+                for sequence in {row.sequence, *row.samples}:
+                    in_flight[sequence] = in_flight.get(sequence, 0) + 1
         for request in self._requests.values():
-            assert request.in_flight == in_flight.get(request, 0)
-            assert request.outputs <= request.outputs_promised <= request.max_outputs
-            assert request.outputs_promised - request.outputs <= request.in_flight
-            if request.table is not None:
-                assert request.table.planned <= request.promised
-                assert len(request.told) <= len(request.table.blocks)
+            assert request.live, "a request without a sequence"
+            for sequence in request.live:
+                assert sequence.in_flight == in_flight.get(sequence, 0)
+                assert sequence.outputs <= sequence.outputs_promised <= request.max_outputs
+                assert sequence.outputs_promised - sequence.outputs <= sequence.in_flight
+                if request.state is State.RUNNING:
+                    assert (sequence.table is not None) == (request.forked or sequence is request.trunk)
+                if sequence.table is not None:
+                    assert sequence.table.planned <= sequence.promised
+                    assert len(sequence.told) <= len(sequence.table.blocks)
         return checks + 6 * len(self._requests) + len(self._free_slots) + 4
 
 

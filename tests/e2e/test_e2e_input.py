@@ -41,7 +41,7 @@ BAD = {
     "empty stop string": (api.GenerateRequest(text="x", stopping=api.Stopping(stop=[""])), INVALID, "invalid-value"),
     "21 log-probabilities": (api.GenerateRequest(text="x", output=api.Output(logprobs=21)), INVALID, "invalid-value"),
     "request id in Greek": (api.GenerateRequest(text="x", request_id="λ"), INVALID, "invalid-value"),
-    "n": (greedy([1], 4, n=2), NOT_BUILT, "not-built"),
+    "n": (greedy([1], 4, n=1_000_000), INVALID, "invalid-value"),
     "beams": (greedy([1], 4, beam_width=3), NOT_BUILT, "not-built"),
     "resume_seconds": (greedy([1], 4, resume_seconds=10), NOT_BUILT, "not-built"),
 }

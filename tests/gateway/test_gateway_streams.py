@@ -32,6 +32,7 @@ CHECKED = Checked(
     keep_special_tokens=False,
     priority=0,
     cache_salt="",
+    samples=1,
 )
 
 
@@ -49,8 +50,8 @@ class Clock:
 
 
 def stream_of(stop: Sequence[str] = (), include_stop: bool = False, keep: bool = False, n: int = 1) -> RequestStream:
-    request = replace(CHECKED, stopping=replace(CHECKED.stopping, stop=tuple(stop), include_stop=include_stop))
-    stream = RequestStream(request, TOKENIZER.decoding(keep), 0.0, Clock(), n)
+    stopping = replace(CHECKED.stopping, stop=tuple(stop), include_stop=include_stop)
+    stream = RequestStream(replace(CHECKED, stopping=stopping, samples=n), TOKENIZER.decoding(keep), 0.0, Clock())
     stream.handle = 1
     return stream
 

@@ -24,6 +24,7 @@ def submit(handle: int = 1, **changes: Any) -> engine.Submit:
         "prompt_ids": [1, 2, 3],
         "sampling": sampling(),
         "max_tokens": 5,
+        "samples": 1,
     }
     return engine.Submit(**{**fields, **changes})
 

@@ -49,14 +49,14 @@ def mix(digest: int, token: int) -> int:
     return (digest * 1_000_003 + token * 40_503 + 12_345) * 2_654_435_761 % _MASK
 
 
-def sample(digest: int, position: int, vocabulary: int) -> Sampled:
-    """Return output number `position` after a context: now and then none, as where logits are not numbers."""
-    drawn = mix(digest, position) >> 7
+def sample(digest: int, position: int, vocabulary: int, index: int = 0) -> Sampled:
+    """Return output number `position` of a request's sequence after a context: now and then none: no numbers."""
+    drawn = mix(digest, position + 1000 * index) >> 7
     return Sampled(0, failed=True) if drawn % 97 == 0 else Sampled(drawn % vocabulary)
 
 
 def answer(
-    prompt: Iterable[int], vocabulary: int, max_tokens: int, context_length: int, stop: frozenset[int]
+    prompt: Iterable[int], vocabulary: int, max_tokens: int, context_length: int, stop: frozenset[int], index: int = 0
 ) -> tuple[list[int], FinishReason]:
     """Return what a request must get: no pages, no batch, no cache."""
     prompt = list(prompt)
@@ -65,7 +65,7 @@ def answer(
         digest = mix(digest, token)
     outputs: list[int] = []
     while True:
-        drawn = sample(digest, len(outputs), vocabulary)
+        drawn = sample(digest, len(outputs), vocabulary, index)
         if drawn.failed:
             return outputs, FinishReason.ERROR
         outputs.append(drawn.token)
@@ -83,6 +83,7 @@ def answer(
 
 @dataclass
 class _Open:
+    index: int
     table: list[int] = field(default_factory=list)
     length: int = 0
     last: int | None = None  # sampled last
@@ -106,11 +107,11 @@ class Executor:
         self._blocks(plan)
         for slot in plan.closes:
             del self.slots[slot]
-        for slot, sampling in plan.opens:
+        for slot, sampling, index in plan.opens:
             assert slot not in self.slots
             assert sampling is not None
             assert slot < self.max_slots
-            self.slots[slot] = _Open()
+            self.slots[slot] = _Open(index)
         assert len({chunk.slot for chunk in plan.chunks}) == len(plan.chunks)
         assert sum(chunk.count for chunk in plan.chunks) <= self.max_step_tokens
         for chunk in plan.chunks:
@@ -119,10 +120,10 @@ class Executor:
             self._write(chunk)
         drawn: list[Sampled] = []
         for row in plan.samples:
-            chunk = plan.chunks[row.chunk]
-            assert chunk.slot == row.slot
-            drawn.append(sample(self._read(self.slots[row.slot]), row.position, self.vocabulary))
-            self.slots[row.slot].last = drawn[-1].token
+            chunk, opened = plan.chunks[row.chunk], self.slots[row.slot]
+            assert chunk.slot == row.slot or opened.length == 0, "a sequence that goes its own way is sampled from another's"
+            drawn.append(sample(self._read(self.slots[chunk.slot]), row.position, self.vocabulary, opened.index))
+            opened.last = drawn[-1].token
         return drawn
 
     def _blocks(self, plan: Plan) -> None:
@@ -184,9 +185,19 @@ class Client:
     """What one request has heard."""
 
     submission: Submission
-    tokens: list[int] = field(default_factory=list)
-    sequence_end: SequenceEnd | None = None
+    outputs: dict[int, list[int]] = field(default_factory=dict)  # by index
+    sequence_ends: dict[int, SequenceEnd] = field(default_factory=dict)
     end: RequestEnd | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those of the first sequence."""
+        return self.outputs.get(0, [])
+
+    @property
+    def sequence_end(self) -> SequenceEnd | None:
+        """That of the first sequence."""
+        return self.sequence_ends.get(0)
 
 
 class World:
@@ -227,6 +238,7 @@ class World:
         name: str = "",
         tenant: str = "tenant",
         deadline: float = float("inf"),
+        samples: int = 1,
     ) -> RequestKey:
         """Submit a request; its key."""
         key = (1, len(self.clients) + 1)
@@ -241,6 +253,7 @@ class World:
             priority=priority,
             salt=salt,
             deadline=deadline,
+            samples=samples,
         )
         self.clients[key] = Client(submission)
         assert self.scheduler.submit(submission, self.now)
@@ -290,34 +303,42 @@ class World:
             client = self.clients[event.key]
             assert client.end is None, "a request was spoken of after its end"
             if isinstance(event, NewToken):
-                assert client.sequence_end is None
-                assert event.offset == len(client.tokens)
-                client.tokens.append(event.token)
+                assert event.index not in client.sequence_ends
+                outputs = client.outputs.setdefault(event.index, [])
+                assert event.offset == len(outputs)
+                outputs.append(event.token)
             elif isinstance(event, SequenceEnd):
-                assert client.sequence_end is None
-                client.sequence_end = event
+                assert event.index not in client.sequence_ends
+                client.sequence_ends[event.index] = event
             else:
-                assert (event.code is EndCode.OK) == (client.sequence_end is not None)
+                assert (event.code is EndCode.OK) == (len(client.sequence_ends) == client.submission.samples)
                 client.end = event
 
-    def expected(self, key: RequestKey) -> tuple[list[int], FinishReason]:
-        """Return what a request must get if nobody disturbs it."""
+    def expected(self, key: RequestKey, index: int = 0) -> tuple[list[int], FinishReason]:
+        """Return what a request's sequence must get if nobody disturbs it."""
         asked = self.clients[key].submission
-        return answer(asked.prompt, self.vocabulary, asked.max_tokens, self.limits.context_length, asked.stop_token_ids)
+        return answer(asked.prompt, self.vocabulary, asked.max_tokens, self.context(asked), asked.stop_token_ids, index)
+
+    def context(self, asked: Submission) -> int:
+        """Return how long a request's sequences may get: several of them have to fit the pool together."""
+        shared, size = len(asked.prompt) // self.memory.block_size, self.memory.block_size
+        return min(self.limits.context_length, (shared + (self.memory.pool.total - shared) // asked.samples) * size)
 
     def check_answer(self, key: RequestKey) -> None:
         """Check that a request that was left alone got its answer."""
         client = self.clients[key]
-        tokens, reason = self.expected(key)
-        assert client.tokens == tokens
-        assert client.sequence_end == SequenceEnd(key, 0, len(tokens), reason)
+        for index in range(client.submission.samples):
+            tokens, reason = self.expected(key, index)
+            assert client.outputs.get(index, []) == tokens
+            assert client.sequence_ends[index] == SequenceEnd(key, index, len(tokens), reason)
         assert client.end is not None
         assert client.end.code is EndCode.OK
 
     def check_view(self) -> None:
         """Check that the executor, all plans done, holds what was planned."""
         assert not self.in_flight
-        planned = {r.slot: (r.table.planned, r.table.blocks) for r in self.scheduler.running if r.table is not None}
+        sequences = [sequence for request in self.scheduler.running for sequence in request.live]
+        planned = {s.slot: (s.table.planned, s.table.blocks) if s.table is not None and s.told else (0, []) for s in sequences}
         held = {slot: (state.length, state.table) for slot, state in self.executor.slots.items()}
         for slot in self.scheduler.closing_slots - planned.keys():
             held.pop(slot)
@@ -344,6 +365,6 @@ class World:
         assert counted.cancelled_requests == codes.count(EndCode.CANCELLED) + codes.count(EndCode.DEADLINE)
         assert counted.finished_requests + counted.cancelled_requests + counted.rejected_requests == len(codes)
         assert counted.planned_steps == counted.acknowledged_steps == self.steps
-        kept = [client.sequence_end.output_tokens for client in self.clients.values() if client.sequence_end]
+        kept = [end.output_tokens for client in self.clients.values() for end in client.sequence_ends.values()]
         assert counted.decode_tokens == sum(max(0, outputs - 1) for outputs in kept)
         assert counted.preemptions >= sum(end.preemptions for end in ends if end is not None)

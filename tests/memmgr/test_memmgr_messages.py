@@ -170,7 +170,7 @@ def test_a_plan_says_all_of_it() -> None:
         step=9,
         memory=StepMemory(copies=((1, 2), (1, 3)), freed=(4, 5)),
         closes=(6,),
-        opens=((7, sampling(top_k=3)),),
+        opens=((7, sampling(top_k=3), 2),),
         chunks=(
             PlannedChunk(7, 0, 2, array("I", [10, 11]), (8, 9), ()),
             PlannedChunk(1, 5, 1, None, (), ((1, 3),)),
@@ -181,7 +181,7 @@ def test_a_plan_says_all_of_it() -> None:
         step=9,
         copies=[engine.BlockCopy(source=1, destination=2), engine.BlockCopy(source=1, destination=3)],
         closes=[6],
-        opens=[engine.SlotOpen(slot=7, sampling=sampling(top_k=3))],
+        opens=[engine.SlotOpen(slot=7, sampling=sampling(top_k=3), index=2)],
         chunks=[
             engine.Chunk(slot=7, start=0, token_ids=[10, 11], new_blocks=[8, 9]),
             engine.Chunk(slot=1, start=5, edits=[engine.TableEdit(logical=1, block=3)]),

@@ -46,7 +46,7 @@ def test_a_prompt_goes_in_chunks_and_samples_with_its_last() -> None:
     first = world.plan()
     assert rows(first) == [(0, 0, 8)]
     assert first is not None
-    assert (first.opens, first.samples) == (((0, "sampling of (1, 1)"),), ())
+    assert (first.opens, first.samples) == (((0, "sampling of (1, 1)", 0),), ())
     assert first.chunks[0].tokens == array("I", range(8))
     assert first.chunks[0].new_blocks == (0, 1)
     second = world.plan()
@@ -256,7 +256,7 @@ def test_each_prompt_token_is_counted_once_whoever_computed_it() -> None:
     late = world.submit(range(20, 31), 1, priority=1)  # two tokens in each step, until the others take its blocks
     for _ in range(4):
         world.step()
-    assert (world.scheduler.waiting[0].submission.key, world.scheduler.waiting[0].high_water) == (late, 6)
+    assert (world.scheduler.waiting[0].submission.key, world.scheduler.waiting[0].trunk.high_water) == (late, 6)
     world.submit(
         range(20, 31), 1, priority=-1
     )  # finds four of its tokens and computes the others; the first waits for six of them
@@ -396,7 +396,7 @@ def test_requests_that_begin_alike_compute_it_once_and_hold_it_once() -> None:
         world.plan()
         world.complete()
         world.scheduler.check_invariants()
-    tables = [request.table for request in world.scheduler.running]
+    tables = [request.trunk.table for request in world.scheduler.running]
     assert len({tuple(table.blocks[:25]) for table in tables if table is not None}) == 1
     world.run()
     assert world.scheduler.counters.prefill_tokens == 100 + 32
@@ -541,7 +541,7 @@ def test_a_stop_string_ends_it_after_as_many_tokens_as_the_gateway_says() -> Non
     key = world.submit([1, 2, 3], 10)
     for _ in range(5):
         world.step()
-    world.scheduler.finish(key, 3, 0.0)
+    world.scheduler.finish(key, 0, 3, 0.0)
     world.listen()
     assert world.clients[key].sequence_end == SequenceEnd(key, 0, 3, FinishReason.STOP)
     assert world.scheduler.counters.finished_requests == 1
@@ -556,11 +556,11 @@ def test_a_finish_of_what_there_is_not_yet_changes_nothing(output_tokens: int) -
     key = world.submit([1, 2, 3], 6)
     for _ in range(3):
         world.step()
-    world.scheduler.finish(key, output_tokens, 0.0)
-    world.scheduler.finish((9, 9), 0, 0.0)
+    world.scheduler.finish(key, 0, output_tokens, 0.0)
+    world.scheduler.finish((9, 9), 0, 0, 0.0)
     world.run()
     world.check_answer(key)
-    world.scheduler.finish(key, 1, 0.0)  # it has ended by itself meanwhile
+    world.scheduler.finish(key, 0, 1, 0.0)  # it has ended by itself meanwhile
     world.listen()
     world.check_idle()
 
@@ -569,7 +569,7 @@ def test_a_stop_string_ends_a_preempted_one_too() -> None:
     world = crowded()
     world.step()
     assert world.scheduler.waiting[0].submission.key == (1, 2)
-    world.scheduler.finish((1, 2), 1, 0.0)
+    world.scheduler.finish((1, 2), 0, 1, 0.0)
     world.listen()
     assert world.clients[1, 2].sequence_end == SequenceEnd((1, 2), 0, 1, FinishReason.STOP)
     world.run()
@@ -587,10 +587,10 @@ def test_a_cancel_frees_at_once_and_no_later_plan_names_the_blocks(in_flight: in
     world.step()
     for _ in range(in_flight):
         world.plan()
-    table = next(request.table for request in world.scheduler.running if request.submission.key == gone)
+    table = next(request.trunk.table for request in world.scheduler.running if request.submission.key == gone)
     assert table is not None
     blocks = set(table.blocks)
-    slot = world.scheduler.running[0].slot
+    slot = world.scheduler.running[0].trunk.slot
     assert world.scheduler.cancel(gone, EndCode.CANCELLED, "enough", 0.0)
     assert all(world.memory.pool.state(block) is BlockState.FREE for block in blocks)
     world.listen()
@@ -604,7 +604,7 @@ def test_a_cancel_frees_at_once_and_no_later_plan_names_the_blocks(in_flight: in
     assert plan.closes == (slot,)
     assert set(plan.memory.freed) == blocks
     assert [chunk.slot for chunk in plan.chunks] == [1]
-    other = next(request.table for request in world.scheduler.running if request.submission.key == stays)
+    other = next(request.trunk.table for request in world.scheduler.running if request.submission.key == stays)
     assert other is not None
     assert not blocks & (set(other.blocks) - {block for chunk in plan.chunks for block in chunk.new_blocks})
     assert not world.scheduler.cancel(gone, EndCode.CANCELLED, "again", 0.0)

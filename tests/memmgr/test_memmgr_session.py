@@ -156,9 +156,9 @@ def test_idle_is_no_standing_still() -> None:
 def planned(it: Session) -> engine.Inspection:
     """Return what an executor that has done all plans answers to the next question."""
     slots = [
-        engine.SlotState(slot=request.slot, length=request.table.planned, table=request.table.blocks)
-        for request in it.scheduler.running
-        if request.table is not None
+        engine.SlotState(slot=sequence.slot, length=sequence.table.planned, table=sequence.table.blocks)
+        for sequence in (request.trunk for request in it.scheduler.running)
+        if sequence.table is not None
     ]
     return engine.Inspection(id=1, slots=slots, checks=100)
 

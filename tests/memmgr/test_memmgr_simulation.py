@@ -37,7 +37,8 @@ class Wish:
     priority: int
     other_domain: bool
     leaves: str  # "never", "cancel", "deadline", "stop string"
-    patience: int  # after so many tokens (stop string), or turns (cancel, deadline)
+    patience: int  # after so many tokens (stop string, of the first sequence), or turns (cancel, deadline)
+    samples: int
 
     @property
     def prompt(self) -> list[int]:
@@ -56,6 +57,7 @@ WISHES = st.builds(
     other_domain=st.sampled_from([False, False, False, True]),
     leaves=st.sampled_from(["never", "never", "never", "never", "cancel", "deadline", "stop string"]),
     patience=st.integers(0, 12),
+    samples=st.sampled_from([1, 1, 1, 2, 3, 5]),
 )
 
 GAMES = st.lists(WISHES, min_size=2, max_size=10)
@@ -106,6 +108,7 @@ class Play:
                 priority=wish.priority,
                 salt="other" if wish.other_domain else "",
                 deadline=world.now + wish.patience if wish.leaves == "deadline" else float("inf"),
+                samples=wish.samples,
             )
             self.wishes[key], self.born[key] = wish, self.turn
         elif turn == "plan":
@@ -125,9 +128,9 @@ class Play:
             if wish.leaves == "cancel" and self.turn - self.born[key] >= wish.patience:
                 self.left.add(key)
                 assert self.world.scheduler.cancel(key, EndCode.CANCELLED, "enough", self.world.now)
-            elif wish.leaves == "stop string" and len(client.tokens) >= max(1, wish.patience):
+            elif wish.leaves == "stop string" and 0 not in client.sequence_ends and len(client.tokens) >= max(1, wish.patience):
                 self.left.add(key)
-                self.world.scheduler.finish(key, max(1, wish.patience), self.world.now)
+                self.world.scheduler.finish(key, 0, max(1, wish.patience), self.world.now)
             self.world.listen()
 
     def drain(self) -> None:
@@ -136,12 +139,13 @@ class Play:
         The running request of the best rank is never preempted (the victim is the running one of the last rank, and what is
         alone fits: the context is no longer than the pool). Of any three plans, two in flight, at least one computes a token of
         it, or it ends. So it ends after 3 * (context + 1) plans at most, or one of better rank is admitted before; that happens
-        at most once for each request. So of n requests one ends within 3 * n * (context + 1) plans, and all within n times that.
+        at most once for each request. So of n requests one ends within 3 * n * (context + 1) plans, and all within n times that;
+        where requests have up to m sequences, within m times that.
         """
         while self.coming:
             self.take("submit")
         requests = len(self.wishes)
-        for _ in range(3 * requests**2 * (self.world.limits.context_length + 1) + 3):
+        for _ in range(15 * requests**2 * (self.world.limits.context_length + 1) + 3):
             self.take("plan")
             self.take("plan")
             if not self.world.in_flight:
@@ -154,15 +158,19 @@ class Play:
             client = self.world.clients[key]
             assert client.end is not None
             if client.end.code in {EndCode.NEVER_FITS, EndCode.QUEUE_FULL}:
-                fits = len(wish.prompt) < self.world.limits.context_length
+                fits = len(wish.prompt) < self.world.context(client.submission) and wish.samples <= self.world.limits.max_running
                 assert (client.end.code is EndCode.NEVER_FITS) == (not fits)
                 assert client.tokens == []
                 continue
             if wish.leaves == "never" or (wish.leaves == "stop string" and key not in self.left):
                 self.world.check_answer(key)
                 continue
-            tokens, _ = self.world.expected(key)
-            assert client.tokens == tokens[: len(client.tokens)]
+            for index, outputs in client.outputs.items():
+                tokens, reason = self.world.expected(key, index)
+                assert outputs == tokens[: len(outputs)]
+                if index and client.end.code is EndCode.OK:
+                    assert client.sequence_ends[index].reason is reason
+                    assert outputs == tokens
             if wish.leaves == "stop string":
                 assert client.end.code is EndCode.OK
                 assert client.sequence_end is not None
