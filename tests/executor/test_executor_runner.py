@@ -160,6 +160,32 @@ def test_tokens_are_those_of_transformers(family: str, options: dict[str, object
         assert rig.generate(PROMPTS, OUTPUTS, chunk, [sampling()] * len(PROMPTS)) == expected
 
 
+WINDOWS: list[tuple[str, dict[str, object]]] = [
+    ("Mistral", {"sliding_window": 32}),
+    ("Mistral", {"sliding_window": None}),
+    ("Gemma2", {"head_dim": 8, "sliding_window": 32}),
+    ("Qwen2", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 2}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), WINDOWS, ids=["all", "none", "every other", "the last"])
+def test_prompts_around_the_edge_of_a_window(family: str, options: dict[str, object], tmp_path: Path) -> None:
+    """In one chunk and in several, then once more on top of the first blocks of the same prompt."""
+    folder = save_tiny(tmp_path, family, options)
+    prompts = [[(length * 7 + at * at * 5) % VOCAB for at in range(length)] for length in (20, 32, 33, 100)]
+    expected = [greedy(folder, prompt, OUTPUTS) for prompt in prompts]
+    for chunk in (200, 9):
+        rig = Rig(load_here(folder, 8))
+        assert rig.generate(prompts, OUTPUTS, chunk, [sampling()] * 4) == expected
+        for slot, (prompt, answer) in enumerate(zip(prompts, expected, strict=True), start=8):
+            shared = (len(prompt) - 1) // 8
+            rig.tables.owned[slot] = rig.tables.owned[slot - 8][:shared]
+            blocks = [*rig.tables.owned[slot], *rig.tables.grow(slot, len(prompt))]
+            rest = Chunk(slot=slot, start=8 * shared, token_ids=prompt[8 * shared :], new_blocks=blocks)
+            found = rig.run(opens=[SlotOpen(slot=slot, sampling=sampling())], chunks=[rest], samples=[(0, slot, 0)])
+            assert list(found.token_ids) == answer[:1]
+
+
 HEADS = [(6, 1), (7, 1), (12, 2), (14, 2), (15, 5), (24, 8)]
 
 
