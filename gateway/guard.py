@@ -4,7 +4,7 @@ Knows gRPC's rules for handlers; not what the methods do.
 
     the method raises         the client gets
     CallError                   its status, its line, its code in the trailing metadata
-    CancelledError            CANCELLED, if it is still there to get anything
+    CancelledError            CANCELLED; nothing if gRPC has cancelled the call, whose client has gone
     an error of gRPC's own    what gRPC makes of it: the call is over already
     anything else             INTERNAL without its text, which goes to the log
 
@@ -92,6 +92,9 @@ class Guard:
             except grpc.aio.BaseError:
                 raise
             except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise  # by gRPC: the call is over. A status for it would stay in memory, some 250 bytes each
                 await _abort(context, CallError(Code.CANCELLED, "the call was cancelled"))
             except Exception:
                 number = secrets.token_hex(4)

@@ -107,7 +107,8 @@ def load(folder: Path) -> TextModel:
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer:
-    if not any((folder / name).is_file() for name in _VOCABULARIES) and not list(folder.glob("*.tiktoken")):
+    present = [name for name in _VOCABULARIES if (folder / name).is_file()] + [path.name for path in folder.glob("*.tiktoken")]
+    if not present:
         raise StartError(f"{folder / 'tokenizer.json'} is missing: a model folder needs its tokenizer")
     for name in ("tokenizer.json", "tokenizer_config.json"):  # the loader would not say which of them is damaged
         if (folder / name).exists():
@@ -119,6 +120,10 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
         ids = tokenizer.encode(_SAMPLE)
         text = tokenizer.decode(ids)
     except Exception as error:  # whatever the many loaders raise for a damaged file
+        if not (folder / "tokenizer.json").exists():  # the loader would ask for whatever it tried last
+            raise StartError(
+                f"{folder / 'tokenizer.json'} is missing, and no tokenizer can be made of {present[0]}: {_one_line(error)}"
+            ) from error
         raise StartError(f"can't load the tokenizer of {folder}: {_one_line(error)}") from error
     if not ids or not text.strip():
         raise StartError(f"the tokenizer of {folder} makes nothing of {_SAMPLE!r}: its vocabulary is missing or damaged")

@@ -114,6 +114,26 @@ def test_nothing_outlives_a_killed_up_or_a_killed_supervisor(runtime_dir: Path, 
     assert not left_behind(runtime_dir)
 
 
+def test_starts_after_everything_was_killed_at_once_find_nothing_in_their_way(runtime_dir: Path, tiny_model: Path) -> None:
+    """Each crash leaves a pool file, sockets and locks, which the next start takes over: they do not grow in number."""
+    leftovers = []
+    for _ in range(2):
+        with up(runtime_dir, "--model", str(tiny_model), "--num-blocks", "64") as running:
+            assert answer(running) == 8
+            processes = [*running.tree(), psutil.Process(running.process.pid)]
+            for process in processes:
+                process.suspend()  # or one of them would end in order while the others die
+            for process in processes:
+                process.kill()
+            wait_until(lambda processes=processes: gone(processes), 5, "their end")  # type: ignore[misc]
+            leftovers.append(sorted([*left_behind(runtime_dir), *(str(path) for path in runtime_dir.rglob("*"))]))
+    assert leftovers[0] == leftovers[1] != []
+    with up(runtime_dir, "--model", str(tiny_model), "--num-blocks", "64") as running:
+        assert answer(running) == 8
+        assert running.stop() == 0
+    assert not left_behind(runtime_dir)
+
+
 def test_a_second_up_in_the_same_folder_is_refused(runtime_dir: Path, tiny_model: Path) -> None:
     with endpoints.lock(runtime_dir, "up"):
         done = kilburn("up", "--runtime-dir", str(runtime_dir), "--model", str(tiny_model))

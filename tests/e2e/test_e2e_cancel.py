@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import psutil
 import pytest
 
 from kilburn.v1.admin_pb2 import BLOCK_STATE_LIVE
 from kilburn.v1.engine_pb2 import Cancel, StepPlan, Submit
-from tests.e2e.calls import Running, greedy
+from tests.e2e.calls import Running, ask, greedy
 from tests.e2e.place import wait_until
+from tests.e2e.system import System
 from tests.e2e.tapped import MAX_RUNNING, Tapped
 
 pytestmark = pytest.mark.processes
@@ -94,6 +97,34 @@ def test_a_cancel_in_the_middle_of_a_long_prompt_frees_all_of_it(tapped: Tapped,
     assert victim.wait(10).code is grpc.StatusCode.CANCELLED
     assert victim.tokens == 0
     assert_gone(tapped, neighbour, slot, arrival(tapped, begun))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, None], ids=["after one token", "after three", "by their deadlines"])
+def test_many_streams_that_are_given_up_leave_nothing(tiny_system: System, tokens: int | None) -> None:
+    gateway, memmgr = (psutil.Process(tiny_system.pid(role)) for role in ("gateway", "memmgr"))
+
+    def give_up(number: int) -> grpc.StatusCode:
+        request = greedy([number % 250, 1, 2], 1000)
+        if tokens is None:
+            return ask(tiny_system.client, request, timeout=0.02).code
+        stream = tiny_system.client.generate(request, 60)
+        received = 0
+        while received < tokens:
+            received += len(next(stream).token_ids)
+        stream.cancel()
+        return stream.code()
+
+    def files() -> list[int]:
+        return [process.num_fds() for process in (gateway, memmgr)]
+
+    with ThreadPoolExecutor(8) as threads:
+        warm = set(threads.map(give_up, range(40)))
+        before = files()
+        codes = warm | set(threads.map(give_up, range(160)))
+    assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED if tokens is None else grpc.StatusCode.CANCELLED}
+    wait_until(lambda: all(now <= then for now, then in zip(files(), before, strict=True)), 5, "as few open files as before")
+    tiny_system.settled()
+    assert len(ask(tiny_system.client, greedy([1, 2, 3], 4)).ids) == 4
 
 
 def arrival(tapped: Tapped, since: float) -> float:

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import grpc
@@ -10,7 +11,7 @@ import pytest
 from kilburn.client import Client
 from kilburn.v1.admin_pb2 import VerifyRequest
 from kilburn.v1.admin_pb2_grpc import AdminStub
-from tests.e2e.calls import Answer, Running, ask, greedy
+from tests.e2e.calls import Answer, Running, ask, ask_all, greedy
 from tests.e2e.place import ROLES, Role, wait_until
 from tests.e2e.system import System
 
@@ -105,6 +106,26 @@ def test_the_requests_of_a_frozen_gateway_are_freed(tiny_system: System, expecte
     for stream in streams:
         assert stream.wait(30).code is grpc.StatusCode.UNAVAILABLE
     tiny_system.wait_serving()
+    assert good(tiny_system).ids == expected
+
+
+def test_a_busy_system_is_not_taken_for_a_dead_one(tiny_system: System, expected: list[int]) -> None:
+    """A hundred streams, texts that cost seconds and hundreds of megabytes to tokenize, and questions all the while."""
+    client, streams = tiny_system.client, [greedy([number, 2, 3], 60) for number in range(100)]
+    text = "largo " * 200_000
+    with ThreadPoolExecutor(3) as working:
+        answers = working.submit(ask_all, client, streams)
+        sizes = [working.submit(lambda: len(client.tokenize(text))) for _ in range(2)]
+        asked = 0
+        while not (asked and answers.done() and all(size.done() for size in sizes)):
+            assert tiny_system.serving()
+            pool = tiny_system.admin.pool()
+            assert pool.executor_connected
+            assert pool.free_blocks + pool.live_blocks + pool.cached_blocks == pool.total_blocks
+            asked += 1
+            time.sleep(0.02)
+    assert [(one.code, len(one.ids)) for one in answers.result()] == [(grpc.StatusCode.OK, 60)] * len(streams)
+    assert [size.result() for size in sizes] == [len(text)] * 2
     assert good(tiny_system).ids == expected
 
 

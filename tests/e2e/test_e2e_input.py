@@ -39,6 +39,10 @@ BAD = {
     "top_p 2": (sampled(top_p=2), INVALID, "invalid-value"),
     "min_p -1": (sampled(min_p=-1), INVALID, "invalid-value"),
     "empty stop string": (api.GenerateRequest(text="x", stopping=api.Stopping(stop=[""])), INVALID, "invalid-value"),
+    "a repetition penalty of 0": (sampled(repetition_penalty=0), INVALID, "invalid-value"),
+    "10000 stop strings": (api.GenerateRequest(text="x", stopping=api.Stopping(stop=["x"] * 10_000)), INVALID, "invalid-value"),
+    "a million log-probabilities": (api.GenerateRequest(text="x", output=api.Output(logprobs=10**6)), INVALID, "invalid-value"),
+    "a million samples": (greedy([1], 4, n=10**6), NOT_BUILT, "not-built"),
     "21 log-probabilities": (api.GenerateRequest(text="x", output=api.Output(logprobs=21)), INVALID, "invalid-value"),
     "request id in Greek": (api.GenerateRequest(text="x", request_id="λ"), INVALID, "invalid-value"),
     "n": (greedy([1], 4, n=1_000_000), INVALID, "invalid-value"),
@@ -57,6 +61,33 @@ def test_a_bad_request_is_refused_by_name(tiny_system: System, name: str) -> Non
     good = ask(tiny_system.client, greedy([1, 2, 3], 4))
     assert good.code is grpc.StatusCode.OK
     assert len(good.ids) == 4
+
+
+STRANGE = {
+    "spaces": api.GenerateRequest(text="   "),
+    "a special token": api.GenerateRequest(text="<|end|>"),
+    "NUL": api.GenerateRequest(text="\x00"),
+    "unfinished bytes": greedy([200, 255], 1),
+    "the last id": greedy([VOCABULARY - 1], 1),
+    "the least temperature": sampled(temperature=1e-45),
+    "a huge temperature": sampled(temperature=1e6, top_p=1e-45, top_k=2**31 - 1),
+    "max_tokens of 32 bits": greedy([5] * (CONTEXT - 5), 2**32 - 1),
+    "no max_tokens": greedy([6] * (CONTEXT - 5), 0),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_strange_request_is_answered(tiny_system: System, name: str) -> None:
+    request = api.GenerateRequest()
+    request.CopyFrom(STRANGE[name])
+    if not request.HasField("stopping"):
+        request.stopping.max_tokens = 4
+    for request.output.logprobs in (0, 20):
+        answer = ask(tiny_system.client, request)
+        assert answer.code is grpc.StatusCode.OK, answer.details
+        assert 1 <= len(answer.ids) == len(answer.logprobs) <= 5
+        assert all(len(one.top) == request.output.logprobs and math.isfinite(one.logprob) for one in answer.logprobs)
+    assert len(ask(tiny_system.client, greedy([1, 2, 3], 4)).ids) == 4
 
 
 def test_the_longest_prompt_that_fits_is_answered_until_the_context_ends(tiny_system: System) -> None:

@@ -15,8 +15,12 @@ _CHAT_TEMPLATE: Final = (
 )
 
 
-def save(folder: Path, seed: int = 0, layers: int = 2, width: int = 64) -> Path:
-    """Write a model with the weights of a seed, and return its folder."""
+def save(folder: Path, seed: int = 0, layers: int = 2, width: int = 64, spread: float = 0.02) -> Path:
+    """Write a model with the weights of a seed, and return its folder.
+
+    `spread` is the weights' standard deviation. The default is that of a new Llama, whose attention changes next to nothing; at
+    0.3 every token depends on all before it.
+    """
     tokenizer = _tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
@@ -31,6 +35,7 @@ def save(folder: Path, seed: int = 0, layers: int = 2, width: int = 64) -> Path:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=None,
+        initializer_range=spread,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder

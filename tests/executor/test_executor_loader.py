@@ -196,6 +196,11 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ),
     ("no weights", without_weights, "has no weights: neither model.safetensors nor"),
     (
+        "the index is missing",
+        lambda f: (f / "model.safetensors.index.json").unlink(),
+        r"neither model\.safetensors nor model\.safetensors\.index\.json",
+    ),
+    (
         "an adapter",
         lambda f: (without_weights(f), (f / "adapter_config.json").write_text("{}")),
         "is an adapter; merge it",
@@ -224,6 +229,27 @@ def test_a_tied_head_need_not_be_stored(tmp_path: Path) -> None:
     save_tiny(tmp_path, options={"tie_word_embeddings": True})
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     assert load_here(tmp_path).head_rows == VOCAB
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["the embeddings", "another"])
+def test_a_stored_head_of_a_tied_model_is_what_transformers_makes_of_it(own: bool, tmp_path: Path) -> None:
+    import transformers
+
+    save_tiny(tmp_path, options={"tie_word_embeddings": True})
+    tensors = load_file(tmp_path / "model.safetensors")
+    embeddings = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = (embeddings.flip(0) if own else embeddings).clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).get_output_embeddings().weight
+    assert torch.equal(load_here(tmp_path).model.get_output_embeddings().weight, expected)
+
+
+def test_files_that_the_index_does_not_name_are_ignored(folder: Path) -> None:
+    first = load_file(shard(folder, 0))
+    save_file({name: tensor * 0 for name, tensor in first.items()}, folder / "a-stray.safetensors", metadata={"format": "pt"})
+    (folder / "z-stray.safetensors").write_bytes(b"not even one")
+    found = load_here(folder).model.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in first.items())
 
 
 # ----------------------------------------------------------------------------------------------------------- not served

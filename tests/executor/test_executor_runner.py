@@ -1,6 +1,8 @@
 """Steps made by hand, through every part of the executor, against transformers' own generation in float32."""
 
 import itertools
+import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,7 @@ from executor.progress import Progress
 from executor.runner import Runner
 from kernels.registry import create
 from kilburn.v1.engine_pb2 import Chunk, PoolHeader, SamplingParams, SlotOpen, StepResult
+from kilburn.v1.inference_pb2 import TokenLogprob
 from tests.executor.executor_help import VOCAB, Tables, greedy, plan, sampling, save_tiny
 
 CPU = torch.device("cpu")
@@ -31,6 +34,7 @@ class Rig:
     num_blocks: int = 200
     progress: Progress = field(default_factory=Progress)
     step: int = 0
+    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=lambda: defaultdict(list))  # of each slot, from `generate`
 
     def __post_init__(self) -> None:
         backend = create("reference")
@@ -95,6 +99,8 @@ class Rig:
             assert list(result.failed) == []
             for (_, slot, _), token in zip(samples, result.token_ids, strict=True):
                 found[slot].append(token)
+            for one in result.logprobs:
+                self.logprobs[samples[one.sample][1]].append(one.logprob)
         return found
 
 
@@ -152,6 +158,58 @@ def test_tokens_are_those_of_transformers(family: str, options: dict[str, object
     for block_size, chunk in ((1, 4), (7, 5), (16, 40)):
         rig = Rig(load_here(folder, block_size))
         assert rig.generate(PROMPTS, OUTPUTS, chunk, [sampling()] * len(PROMPTS)) == expected
+
+
+WINDOWS: list[tuple[str, dict[str, object]]] = [
+    ("Mistral", {"sliding_window": 32}),
+    ("Mistral", {"sliding_window": None}),
+    ("Gemma2", {"head_dim": 8, "sliding_window": 32}),
+    ("Qwen2", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 2}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), WINDOWS, ids=["all", "none", "every other", "the last"])
+def test_prompts_around_the_edge_of_a_window(family: str, options: dict[str, object], tmp_path: Path) -> None:
+    """In one chunk and in several, then once more on top of the first blocks of the same prompt."""
+    folder = save_tiny(tmp_path, family, options)
+    prompts = [[(length * 7 + at * at * 5) % VOCAB for at in range(length)] for length in (20, 32, 33, 100)]
+    expected = [greedy(folder, prompt, OUTPUTS) for prompt in prompts]
+    for chunk in (200, 9):
+        rig = Rig(load_here(folder, 8))
+        assert rig.generate(prompts, OUTPUTS, chunk, [sampling()] * 4) == expected
+        for slot, (prompt, answer) in enumerate(zip(prompts, expected, strict=True), start=8):
+            shared = (len(prompt) - 1) // 8
+            rig.tables.owned[slot] = rig.tables.owned[slot - 8][:shared]
+            blocks = [*rig.tables.owned[slot], *rig.tables.grow(slot, len(prompt))]
+            rest = Chunk(slot=slot, start=8 * shared, token_ids=prompt[8 * shared :], new_blocks=blocks)
+            found = rig.run(opens=[SlotOpen(slot=slot, sampling=sampling())], chunks=[rest], samples=[(0, slot, 0)])
+            assert list(found.token_ids) == answer[:1]
+
+
+HEADS = [(6, 1), (7, 1), (12, 2), (14, 2), (15, 5), (24, 8)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_log_probabilities_stay_those_of_transformers_over_the_edges_of_blocks(heads: int, kv_heads: int, tmp_path: Path) -> None:
+    """Prompts that end before, at and after the edge of a block, then decodes over three more edges; odd numbers of heads."""
+    import transformers
+
+    options = {"hidden_size": 4 * heads, "head_dim": 4, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    folder = save_tiny(tmp_path, options=options)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    params = SamplingParams(temperature=1.0, top_p=1.0, seed=heads, with_logprobs=True, top_logprobs=3)
+    for block_size in (4, 5):
+        prompts = [[(seed * 31 + at * at) % VOCAB for at in range(2 * block_size + seed)] for seed in (-1, 0, 1)]
+        rig = Rig(load_here(folder, block_size))
+        outputs = rig.generate(prompts, 3 * block_size + 2, 99, [params] * len(prompts))
+        for slot, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+            with torch.inference_mode():
+                logits = reference(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+            expected = torch.log_softmax(logits, -1)
+            for row, found in zip(expected, rig.logprobs[slot], strict=True):
+                assert found.logprob == pytest.approx(float(row[found.token_id]), abs=1e-4)
+                assert [top.logprob for top in found.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+                assert sum(math.exp(top.logprob) for top in found.top) <= 1 + 1e-5
 
 
 def test_a_seeded_request_is_the_same_alone_and_in_a_batch(llama: LoadedModel) -> None:

@@ -32,7 +32,7 @@ def draw(
 
 draws = st.builds(
     draw,
-    temperature=st.sampled_from([1e-30, 0.1, 0.7, 1.0, 2.5]),
+    temperature=st.sampled_from([1e-45, 1e-30, 0.1, 0.7, 1.0, 2.5, 1e6, 3e38]),
     top_p=st.sampled_from([1.0, 1.0, 0.999, 0.9, 0.5, 1e-6]),
     top_k=st.sampled_from([0, 0, 1, 2, 7, 40, 5000]),
     min_p=st.sampled_from([0.0, 0.0, 0.05, 1.0]),

@@ -12,6 +12,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from gateway import guard
+from gateway.errors import CallError
 from kilburn.limits import MAX_GRPC_MESSAGE_BYTES
 from kilburn.v1 import engine_pb2 as wire
 from kilburn.v1 import inference_pb2 as api
@@ -287,6 +289,27 @@ async def test_a_lost_connection_is_a_cancel(gateway: Running) -> None:
         gateway.peer.tokens(submit.handle, gateway.encode("a"))
         await call.read()
     assert (await gateway.peer.next(wire.Cancel)).handle == submit.handle
+
+
+async def test_a_client_that_has_gone_is_told_nothing(gateway: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC never frees a status that it is given for a closed call."""
+    told: list[object] = []
+    abort = guard._abort
+
+    async def note(context: guard.Context, refusal: CallError) -> None:
+        told.append(refusal)
+        await abort(context, refusal)
+
+    monkeypatch.setattr(guard, "_abort", note)
+    for _ in range(5):
+        call = gateway.stub.Generate(request())
+        submit = await gateway.peer.next(wire.Submit)
+        gateway.peer.tokens(submit.handle, gateway.encode("a"))
+        await call.read()
+        call.cancel()
+        assert (await gateway.peer.next(wire.Cancel)).handle == submit.handle
+    await gateway.until(gateway.gateway._guard.idle.is_set)
+    assert told == []
 
 
 async def test_a_deadline_goes_to_the_engine_and_ends_the_call(gateway: Running) -> None:

@@ -145,6 +145,11 @@ def empty_vocabulary(folder: Path) -> None:
     (folder / "merges.txt").write_text("")
 
 
+def leave_only_a_sentencepiece_model(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(b"no pieces")
+
+
 def damage(name: str, content: str) -> Any:
     def write(folder: Path) -> None:
         (folder / name).write_text(content)
@@ -158,6 +163,7 @@ def damage(name: str, content: str) -> Any:
         (remove_tokenizer, "tokenizer.json is missing"),
         (truncate_tokenizer, "tokenizer.json is damaged"),
         (empty_vocabulary, "tokenizer"),
+        (leave_only_a_sentencepiece_model, r"tokenizer\.json is missing, and no tokenizer can be made of tokenizer\.model"),
         (damage("config.json", "{"), "config.json is damaged"),
         (damage("config.json", "[]"), "config.json is damaged"),
         (damage("config.json", '{"model_type": "llama", "vocab_size": 100}'), "they are of two models"),

@@ -231,6 +231,29 @@ def test_copies_are_of_whole_frames() -> None:
     assert torch.equal(frames, expected)
 
 
+def test_blocks_behind_the_two_thousand_millionth_element_are_like_the_first() -> None:
+    """Of the pool's five gigabytes only the pages of four blocks are ever touched: the rest costs no memory."""
+    shape = CacheShape((LayerShape(8, 128, 128),), 16, torch.bfloat16)
+    attention = backend()
+    elements = attention.layout(shape).elements
+    last = 2**31 // elements + 20_000
+    cache = KvCache(shape, torch.empty(last + 2, elements, dtype=torch.bfloat16))
+    generator = torch.Generator().manual_seed(3)
+    keys, values = (torch.randn(20, 8, 128, generator=generator).bfloat16() for _ in range(2))
+    queries = torch.randn(20, 8, 128, generator=generator).bfloat16()
+    outputs = []
+    for table in [0, 1], [last, last - 1]:
+        rows = rows_of([Sequence(0, 20)], [table], 16, cache.scratch)
+        prepared = attention.prepare(cache, rows)
+        attention.write_kv(prepared, 0, keys, values)
+        outputs.append(attention.paged_attention(prepared, 0, queries, AttentionRule(scale=128**-0.5)))
+    assert (last - 1) * elements > 2**31
+    assert torch.equal(*outputs)
+    attention.copy_blocks(cache, [(last, 1), (0, last - 1)])
+    assert torch.equal(cache.frames[1], cache.frames[last])
+    assert torch.equal(cache.frames[0], cache.frames[last - 1])
+
+
 def test_a_write_touches_its_slots_only() -> None:
     shape = CacheShape((LayerShape(2, 3, 3), LayerShape(2, 3, 3)), 4, torch.float32)
     attention = backend()

@@ -133,6 +133,22 @@ def test_priority_then_arrival() -> None:
     assert ended == [3, 5, 1, 4, 2]
 
 
+def test_an_urgent_one_is_the_first_to_start_and_is_not_preempted_itself() -> None:
+    world = World(blocks=12, block_size=2, max_running=2)
+    long = [world.submit([number, 7, 8], 9, priority=5) for number in (1, 2)]
+    world.step()
+    medium = [world.submit([number], 4, priority=1) for number in (3, 4, 5)]
+    urgent = world.submit([6], 2, priority=-1)
+    started: list[tuple[int, int]] = []
+    while world.step() is not None:
+        running = [request.submission.key for request in world.scheduler.running]
+        started += [key for key in running if key not in (*long, *started)]
+    assert started == [urgent, *medium]
+    for key in world.clients:
+        world.check_answer(key)
+    world.check_idle()
+
+
 def test_a_big_one_that_waits_is_not_passed() -> None:
     world = World(blocks=4, block_size=4)
     world.submit(range(50, 59), 6)
@@ -624,6 +640,23 @@ def test_a_cancelled_waiting_one_was_never_planned() -> None:
     assert world.executor.computed == 3
 
 
+def test_cancels_in_the_queue_disturb_nobody() -> None:
+    world = World(blocks=40, max_running=2)
+    streams = [world.submit([number, 5], 40) for number in (2, 3)]
+    for number in range(15):
+        queued = world.submit([30, number], 5)
+        world.plan()
+        assert world.scheduler.cancel(queued, EndCode.CANCELLED, "", 0.0)
+        world.listen()
+        world.complete()
+        assert world.clients[queued].tokens == []
+    assert len(world.scheduler.running) == 2
+    world.run()
+    for key in streams:
+        world.check_answer(key)
+    world.check_idle()
+
+
 def test_a_deadline_ends_at_the_next_plan() -> None:
     world = World(max_running=1)
     running, waiting = world.submit([1], 20, deadline=5.0), world.submit([2], 20, deadline=4.0)
@@ -781,6 +814,63 @@ def test_the_second_turn_finds_the_first_but_for_its_last_token(block_size: int)
     end = world.clients[second].end
     assert end is not None
     assert end.cached_tokens == len(history) - 1
+    world.check_idle()
+
+
+@pytest.mark.parametrize("tail", [[], [49, 48, 47]], ids=["the same", "the same and more"])
+def test_what_was_evicted_and_given_away_is_no_hit(tail: list[int]) -> None:
+    world = World(blocks=8, block_size=4)
+    prompt = list(range(16))
+    first = world.submit(prompt, 4)
+    world.run()
+    for number in range(6):
+        world.submit([20 + number] * 17, 4)
+        world.run()
+    again = world.submit([*prompt, *tail], 4)
+    warm = world.submit([*prompt, *tail], 4)
+    world.run()
+    for key in world.clients:
+        world.check_answer(key)
+    found = [end.cached_tokens for key in (first, again, warm) if (end := world.clients[key].end) is not None]
+    assert found[:2] == [0, 0]
+    world.check_idle()
+
+
+def test_a_request_is_counted_when_it_is_admitted_and_not_while_it_waits() -> None:
+    """A pool that is full, and one with a warm prefix that can't be admitted for many steps."""
+    world = World(blocks=10, block_size=4)
+    world.submit(range(20), 1)
+    world.run()
+    world.submit(range(30, 38), 14)
+    world.step()
+    warm = world.submit([*range(20), *range(40, 50)], 2)
+    counters = world.scheduler.counters
+    before = (counters.prefix_query_tokens, counters.prefix_hit_tokens)
+    waited = 0
+    while world.scheduler.waiting:
+        assert (counters.prefix_query_tokens, counters.prefix_hit_tokens) == before
+        world.step()
+        waited += 1
+    assert waited > 5
+    world.run()
+    end = world.clients[warm].end
+    assert end is not None
+    assert counters.prefix_query_tokens == before[0] + 30
+    assert counters.prefix_hit_tokens == before[1] + end.cached_tokens
+    world.check_answer(warm)
+    world.check_idle()
+
+
+def test_prompts_that_share_nothing_hit_nothing_however_often_they_are_preempted() -> None:
+    world = World(blocks=12, block_size=2, max_step_tokens=16)
+    for number in range(5):
+        world.submit([10 * number + at for at in range(7)], 9)
+    world.run()
+    counters = world.scheduler.counters
+    assert counters.preemptions > 0
+    assert counters.recomputed_tokens > 0
+    assert (counters.prefix_query_tokens, counters.prefix_hit_tokens) == (5 * 7, 0)
+    assert all(client.end is not None and client.end.cached_tokens == 0 for client in world.clients.values())
     world.check_idle()
 
 
