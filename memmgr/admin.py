@@ -18,12 +18,13 @@ from grpc_reflection.v1alpha import reflection
 
 from kilburn.config import Address
 from kilburn.errors import StartError
-from kilburn.limits import MAX_GRPC_MESSAGE_BYTES, MAX_NAME_CHARACTERS
+from kilburn.limits import MAX_GRPC_MESSAGE_BYTES, MAX_NAME_CHARACTERS, MAX_WATCHERS
 from kilburn.log import Logger
 from kilburn.v1 import admin_pb2 as admin
 from kilburn.v1 import admin_pb2_grpc
 from memmgr import views
 from memmgr.engine import Engine, EngineBusyError
+from memmgr.events import read_page
 from memmgr.schedule.plans import EndCode
 
 AnswerT = TypeVar("AnswerT")
@@ -33,6 +34,9 @@ _SERVICE: Final = admin.DESCRIPTOR.services_by_name["Admin"].full_name
 
 #: How long a call waits for the engine. A step takes milliseconds; a frozen engine should show as one.
 _ANSWER_SECONDS: Final = 10.0
+
+#: How often a call that watches looks for news.
+_NEWS_SECONDS: Final = 0.05
 
 #: How long a stop waits for calls to end.
 _GRACE_SECONDS: Final = 1.0
@@ -46,6 +50,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._incarnation = f"{engine.incarnation:016x}"
+        self._watchers = 0
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Let the calls that watch end."""
+        self._stopping = True
 
     async def GetPool(self, request: admin.GetPoolRequest, context: Context) -> admin.Pool:  # noqa: N802
         """The pool's figures at one instant."""
@@ -56,20 +67,20 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> AsyncIterator[admin.SequencePage]:
         """All live sequences, in pages."""
 
-        def snapshot() -> list[tuple[views.SequenceSnapshot, list[int]]]:
-            return [
+        def snapshot() -> tuple[int, list[tuple[views.SequenceSnapshot, list[int]]]]:
+            return self._engine.take_events(), [
                 (sequence, views.snapshot_references(self._engine, sequence) if request.with_block_tables else [])
                 for sequence in views.snapshot_sequences(self._engine, time.monotonic())
                 if (not request.state or sequence.message.state == request.state)
                 and (not request.tenant or sequence.message.tenant == request.tenant)
             ]
 
-        found = await self._ask(context, snapshot)
+        cursor, found = await self._ask(context, snapshot)
         messages = (
             views.with_table(sequence, references) if request.with_block_tables else sequence.message
             for sequence, references in found
         )
-        for page in views.sequence_pages(messages):
+        for page in views.sequence_pages(messages, cursor):
             yield page
 
     async def GetSequence(self, request: admin.GetSequenceRequest, context: Context) -> admin.Sequence:  # noqa: N802
@@ -101,10 +112,41 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             context, lambda: views.snapshot_blocks(self._engine, request.first, request.limit, time.monotonic())
         )
         if snapshot is None:
-            yield admin.BlockPage()
+            yield admin.BlockPage(cursor=self._engine.events.cursor)
             return
         for page in views.block_pages(snapshot, request.state, request.min_references):
             yield page
+
+    async def WatchEvents(  # noqa: N802
+        self, request: admin.WatchEventsRequest, context: Context
+    ) -> AsyncIterator[admin.EventPage]:
+        """What happens to blocks, as it happens, for as long as the client listens."""
+        if self._watchers >= MAX_WATCHERS:
+            await _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} calls watch the events already")
+        self._watchers += 1
+        try:
+            async for page in self._watch(request, context):
+                yield page
+        finally:
+            self._watchers -= 1
+
+    async def _watch(self, request: admin.WatchEventsRequest, context: Context) -> AsyncIterator[admin.EventPage]:
+        log, kinds = self._engine.events, frozenset(request.kinds)
+        last = await self._ask(context, self._engine.take_events)
+        if request.cursor > last and not request.from_oldest:
+            message = f"the last event is {last}, not {request.cursor} or later: that cursor is from another memory manager"
+            await _abort(context, grpc.StatusCode.OUT_OF_RANGE, message)
+        cursor, lost = log.oldest - 1 if request.from_oldest else request.cursor or last, 0
+        while not self._stopping:
+            if log.cursor == cursor:
+                await asyncio.sleep(_NEWS_SECONDS)
+                continue
+            page, cursor, lost = read_page(log, cursor, lost, kinds, self._incarnation, views.PAGE_BYTES)
+            if page.events:
+                yield page
+            else:
+                await asyncio.sleep(0)  # others have their turn
+        await _abort(context, grpc.StatusCode.UNAVAILABLE, "the memory manager is stopping")
 
     async def CancelRequest(  # noqa: N802
         self, request: admin.CancelRequestRequest, context: Context
@@ -216,7 +258,8 @@ class AdminServer:
             ]
         )
         # What is not built answers UNIMPLEMENTED, by the generated base class.
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(self._engine), server)  # type: ignore[abstract]
+        service = AdminService(self._engine)  # type: ignore[abstract]
+        admin_pb2_grpc.add_AdminServicer_to_server(service, server)
         health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
         for name in ("", _SERVICE):
@@ -234,4 +277,5 @@ class AdminServer:
             return
         self._bound.set_result(Address(self._address.host, port))
         await self._stop.wait()
+        service.stop()
         await server.stop(_GRACE_SECONDS)

@@ -11,6 +11,7 @@ from typing import Final
 
 from kilburn.limits import EXECUTOR_STALL_SECONDS, PEER_TIMEOUT_SECONDS
 from kilburn.v1 import engine_pb2 as engine
+from memmgr.core.events import Record
 from memmgr.core.memory import Memory, MemoryCounters
 from memmgr.core.prefix import root_hash
 from memmgr.messages import MessageError, read_result, step_plan
@@ -67,12 +68,19 @@ class Session:
         now: float,
         *,
         prefix_cache: bool,
+        records: list[Record] | None = None,
     ) -> None:
         self.incarnation: Final = incarnation
         self.attempt: Final = hello.attempt
         self.model: Final = hello.model
         self.totals: Final = totals
-        memory = Memory(hello.model.total_blocks, hello.model.block_size, prefix_cache=prefix_cache, counters=totals.memory)
+        memory = Memory(
+            hello.model.total_blocks,
+            hello.model.block_size,
+            prefix_cache=prefix_cache,
+            counters=totals.memory,
+            records=records,
+        )
         fingerprint = hello.model.fingerprint
         self.scheduler: Final = Scheduler(
             memory, limits, lambda tenant, salt: root_hash(fingerprint, tenant, salt), totals.schedule

@@ -18,7 +18,7 @@ from memmgr.schedule.requests import Request, State
 
 #: Bytes at which a page is full. A block with the most and longest holders has as many again, so that no page of blocks reaches
 #: the 1 MiB of the contract.
-_PAGE_BYTES: Final = 256 * 1024
+PAGE_BYTES: Final = 256 * 1024
 
 #: Bytes that a message in a repeated field takes beside its own: tag and length.
 _FRAMING_BYTES: Final = 5
@@ -50,6 +50,7 @@ class BlocksSnapshot:
     block_size: int
     sequences: list[SequenceSnapshot]
     now: float
+    cursor: int
 
 
 # ------------------------------------------------------------------------------------------------- between steps
@@ -63,6 +64,7 @@ def pool(engine: Engine, now: float) -> admin.Pool:
         memmgr_incarnation=f"{engine.incarnation:016x}",
         gateways_connected=engine.gateways,
         step=totals.schedule.planned_steps,
+        cursor=engine.take_events(),
         step_totals=admin.StepTotals(
             planning_ns=totals.steps.planning,
             applying_ns=totals.steps.applying,
@@ -201,6 +203,7 @@ def snapshot_blocks(engine: Engine, first: int, limit: int, now: float) -> Block
         block_size=memory.block_size,
         sequences=snapshot_sequences(engine, now),
         now=now,
+        cursor=engine.take_events(),
     )
 
 
@@ -217,14 +220,14 @@ def with_table(sequence: SequenceSnapshot, references: list[int]) -> admin.Seque
     return message
 
 
-def sequence_pages(sequences: Iterator[admin.Sequence]) -> Iterator[admin.SequencePage]:
+def sequence_pages(sequences: Iterator[admin.Sequence], cursor: int) -> Iterator[admin.SequencePage]:
     """Yield the sequences in pages under 1 MiB; one empty page where there are none."""
-    page, size = admin.SequencePage(), 0
+    page, size = admin.SequencePage(cursor=cursor), 0
     for sequence in sequences:
         cost = sequence.ByteSize() + _FRAMING_BYTES
-        if page.sequences and size + cost > _PAGE_BYTES:
+        if page.sequences and size + cost > PAGE_BYTES:
             yield page
-            page, size = admin.SequencePage(), 0
+            page, size = admin.SequencePage(cursor=cursor), 0
         page.sequences.append(sequence)
         size += cost
     yield page
@@ -233,7 +236,7 @@ def sequence_pages(sequences: Iterator[admin.Sequence]) -> Iterator[admin.Sequen
 def block_pages(snapshot: BlocksSnapshot, state: int, min_references: int) -> Iterator[admin.BlockPage]:
     """Yield the blocks of a snapshot that are asked for, in pages under 1 MiB; one empty page where there are none."""
     holders, fills = _holders(snapshot)
-    page, size, full = admin.BlockPage(), 0, False
+    page, size, full = admin.BlockPage(cursor=snapshot.cursor), 0, False
     for offset, references in enumerate(snapshot.references):
         block = snapshot.first + offset
         now_in = _state(references, snapshot.links[offset])
@@ -254,9 +257,9 @@ def block_pages(snapshot: BlocksSnapshot, state: int, min_references: int) -> It
             generation=snapshot.generations[offset],
         )
         size += message.ByteSize() + _FRAMING_BYTES
-        if size > _PAGE_BYTES:
+        if size > PAGE_BYTES:
             yield page
-            page, size = admin.BlockPage(), 0
+            page, size = admin.BlockPage(cursor=snapshot.cursor), 0
             full = True
     if page.blocks or not full:
         yield page

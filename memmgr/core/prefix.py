@@ -135,6 +135,12 @@ class PrefixIndex:
         """Return the hash under which a block is known, or None where it is not in the index."""
         return self._hashes[block]
 
+    def parent_of(self, block: int) -> bytes:
+        """Return the hash that an indexed block hangs on: its parent node's or its root."""
+        parent = self._parents[block]
+        assert parent is not None
+        return parent
+
     def node(self, block: int) -> Node:
         """Return the node of an indexed block, to go on from."""
         assert self._hashes[block] is not None
@@ -197,8 +203,8 @@ class PrefixIndex:
         self._hang(block, parent_block, root)
         return self.node(block)
 
-    def remove(self, block: int) -> list[int]:
-        """Forget a block and all that stands on it. Returns them, the deepest first, `block` last."""
+    def standing_on(self, block: int) -> list[int]:
+        """Return an indexed block and all that stands on it, the deepest first, `block` last."""
         doomed = [block]
         for known in doomed:
             child = self._first_child[known]
@@ -206,6 +212,11 @@ class PrefixIndex:
                 doomed.append(child)
                 child = self._next_sibling[child]
         doomed.reverse()
+        return doomed
+
+    def remove(self, block: int) -> list[int]:
+        """Forget a block and all that stands on it. Returns them, the deepest first, `block` last."""
+        doomed = self.standing_on(block)
         for known in doomed:
             self._forget(known)
         return doomed

@@ -81,6 +81,11 @@ class Request:
         return (self.submission.priority, self.arrival)
 
     @property
+    def owner(self) -> tuple[str, str, int]:
+        """What the memory's records call its sequence: tenant, request id, index."""
+        return (self.submission.tenant, self.submission.request_id, 0)
+
+    @property
     def prompt_length(self) -> int:
         """Tokens of the prompt."""
         return len(self.submission.prompt)

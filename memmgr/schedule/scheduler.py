@@ -236,7 +236,7 @@ class Scheduler:
             del self._waiting[0]
             insort(self._running, request, key=_rank)
             request.state = State.RUNNING
-            request.table = self.memory.admit(request.submission.key, request.lineage, admission)
+            request.table = self.memory.admit(request.submission.key, request.lineage, admission, request.owner)
             request.slot = heappop(self._free_slots)
             request.residence += 1
             self._count_hits(request, admission.cached_tokens)
@@ -286,6 +286,7 @@ class Scheduler:
         """Take a running request's memory back; it waits with the rank that it had."""
         assert request not in draft.opened, "a request was admitted without the blocks for its prompt"
         draft.budget += draft.counts.pop(request, 0)
+        self.memory.note_preemption(request.owner)
         self._leave(request)
         request.state = State.WAITING
         request.preemptions += 1

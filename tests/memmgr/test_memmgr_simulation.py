@@ -65,8 +65,8 @@ TURNS = st.integers(0, 4**60).map(lambda bits: [["submit", "plan", "plan", "resu
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
-    """Worlds in which each request fits alone (most of them), and few fit together."""
+def worlds(draw: st.DrawFn, records: bool = False) -> World:
+    """Worlds in which each request fits alone (most of them), and few fit together; with records where they are wanted."""
     block_size = draw(st.integers(1, 5))
     blocks = -(-26 // block_size) + draw(st.sampled_from([0, 0, 1, 3, 8]))
     max_running = draw(st.integers(1, 6))
@@ -79,6 +79,7 @@ def worlds(draw: st.DrawFn) -> World:
         context_length=blocks * block_size - draw(st.sampled_from([0, 0, 1, 3])),
         vocabulary=12,
         prefix_cache=draw(st.sampled_from([True, True, True, False])),
+        records=[] if records else None,
     )
 
 
