@@ -195,6 +195,7 @@ class Engine:
     def _watch(self, now: float) -> None:
         """Notice who fell silent, and speak to whom nothing was said for a while."""
         if self.session is not None:
+            self.session.expire(now)
             reason = self.session.death(now)
             if reason:
                 self._lose_executor(reason)

@@ -15,6 +15,8 @@ copy's source is held until the end of its step, so that no block is source and 
 
 What happens to blocks is told as records (see `events`) to a list that the owner gave, if it gave one.
 
+What `pins` hold is neither evicted nor flushed; a planner counts on the rest alone.
+
 Knows token ids as array("I"), an opaque key for each sequence, and an opaque owner to tell of it; not requests, steps in flight,
 text or tensors.
 """
@@ -30,6 +32,7 @@ from typing import Final
 from memmgr.core import events
 from memmgr.core.blocks import BlockPool, BlockState
 from memmgr.core.events import NO_BLOCK, Indexed, Record, Unindexed
+from memmgr.core.pins import Pins
 from memmgr.core.prefix import Lineage, Match, Node, PrefixIndex, block_hash
 
 
@@ -107,6 +110,7 @@ class Memory:
         self.counters: Final = counters  # perhaps of more pools than this one, one after another
         self.pool: Final = BlockPool(total_blocks)
         self.index: Final = PrefixIndex(total_blocks, block_size)
+        self.pins: Final = Pins(self.pool, self.index, records)
         self.now = 0.0  # of the owner's clock, for stamps only
         self._records: Final = records  # the owner empties it
         self._tables: dict[Hashable, Table] = {}
@@ -126,21 +130,38 @@ class Memory:
 
     # ------------------------------------------------------------------------------------------------- admission
 
+    def plan_match(self, lineage: Lineage, tokens: array[int]) -> Match:
+        """Return what is cached of a prompt; its last token is left to compute."""
+        return self.index.match(lineage, tokens, len(tokens) - 1) if self.prefix_cache else Match()
+
     def plan_admission(self, lineage: Lineage, tokens: array[int], reserve: int) -> Admission | None:
         """Decide whether a sequence with these known tokens can begin, all of them and one more fitting, `reserve` blocks left.
 
         At least the last token is left to compute: its logits are wanted.
         """
-        match = self.index.match(lineage, tokens, len(tokens) - 1) if self.prefix_cache else Match()
-        references = self.pool.references
-        revived = sum(1 for block in match.blocks if references[block] == 0)
+        match = self.plan_match(lineage, tokens)
+        evictable = self.pool.evictable
+        revived = sum(map(evictable, match.blocks))
         needed = self.blocks_for(len(tokens) + 1) - len(match.blocks)
         room = self.pool.available - revived - reserve
         if needed > room:
             return None
-        if match.tail_tokens and needed + (references[match.tail] == 0) > room:
+        if match.tail_tokens and needed + evictable(match.tail) > room:
             match = match.without_tail()  # its source would be held, and is needed
         return Admission(match, len(match.blocks) * self.block_size + match.tail_tokens)
+
+    def plan_evictions(self, admission: Admission, new_blocks: int) -> list[int]:
+        """Return the cached blocks that would go if a sequence were admitted and took so many more blocks; changes nothing."""
+        match = admission.match
+        used = {*match.blocks, match.tail} if match.tail_tokens else set(match.blocks)
+        missing = new_blocks - self.pool.free
+        gone: dict[int, None] = {}
+        for block in self.pool.eviction_order():
+            if len(gone) >= missing:
+                break
+            if block not in used and block not in gone:
+                gone.update((doomed, None) for doomed in self.index.standing_on(block) if self.pool.evictable(doomed))
+        return list(gone)
 
     def admit(self, key: Hashable, lineage: Lineage, admission: Admission, owner: object = None) -> Table:
         """Give a sequence its table. Records name it by `owner`, or else by its key."""
@@ -149,11 +170,13 @@ class Memory:
         owner = key if owner is None else owner
         for block in match.blocks:
             self._share(block, owner)
+            self.index.hits[block] += 1
         table = Table(key, owner, lineage, list(match.blocks), committed=len(match.blocks))
         if match.blocks:
             table.node = self.index.node(match.blocks[-1])
         if match.tail_tokens:
             self._share(match.tail, owner)
+            self.index.hits[match.tail] += 1
             table.blocks.append(self._clone(match.tail, owner))
             self.counters.partial_copies += 1
         table.planned = table.computed = admission.cached_tokens
@@ -250,10 +273,20 @@ class Memory:
         elif match.tail_tokens:
             self._forget(match.tail)
 
-    def flush(self) -> None:
-        """Free every cached block."""
-        while self.pool.cached:
-            self._forget(self.pool.oldest())
+    def flush(self) -> int:
+        """Free every cached block that is not pinned; return how many."""
+        flushed = 0
+        while self.pool.cached > self.pool.pinned_cached:
+            flushed += self._forget(self.pool.oldest())
+        return flushed
+
+    def flush_part(self, part: range, tenant: str) -> int:
+        """Free the cached blocks of a part of the pool that are not pinned, a tenant's or (empty) all; return how many fell free.
+
+        What stands on one of them goes with it.
+        """
+        evictable, tenants = self.pool.evictable, self.index.tenants
+        return sum(self._forget(block) for block in part if evictable(block) and (not tenant or tenants[block] == tenant))
 
     def end_step(self) -> StepMemory:
         """Close the step that was planned: return its copies and the blocks that fell free, and let go of the sources."""
@@ -343,6 +376,8 @@ class Memory:
 
         `kind` is what the record says of those; what is still referenced is told of as flushed.
         """
+        if self.pool.pins[block]:  # or nothing that stands on it is pinned
+            self.pins.cut(block)
         doomed = () if self._records is None else self.index.standing_on(block)
         names = {gone: self.index.hash_of(gone) or b"" for gone in doomed}
         fell_free = 0
@@ -392,6 +427,7 @@ class Memory:
             assert not (known and state is BlockState.FREE), f"free block {block} is in the index"
             if known and self.index.filled(block) < self.block_size:
                 assert counted == len(self._held.get(block, ())), f"block {block} is a tail and referenced"
+        checks += self.pins.check_invariants(self.block_size)
         for destination, source in self._copies.items():
             assert source not in self._copies, f"block {source} is source and destination in one step"
             assert destination != source

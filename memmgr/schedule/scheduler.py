@@ -124,6 +124,20 @@ class Scheduler:
         """Slots given up since the last plan: the executor does not know of it yet."""
         return frozenset(self._closed_slots)
 
+    @property
+    def reserve(self) -> int:
+        """Blocks that whoever is admitted next has to leave."""
+        return self._prompt_blocks_owed()
+
+    @property
+    def most_pinned(self) -> int:
+        """Blocks that may be pinned at once: one request as long as the context can run whatever is pinned."""
+        return max(0, self.memory.pool.total - self.memory.blocks_for(self.limits.context_length))
+
+    def lineage(self, tenant: str, salt: str) -> Lineage:
+        """Return the names, none yet, of a prefix in one domain."""
+        return Lineage(self._root_of(tenant, salt), tenant)
+
     def find(self, tenant: str, request_id: str) -> Request | None:
         """Return a live request by the name that its client knows it by."""
         return self._names.get((tenant, request_id))
@@ -153,7 +167,7 @@ class Scheduler:
             return True
         max_outputs = min(room, submission.max_tokens or room)
         self._arrivals += 1
-        lineage = Lineage(self._root_of(submission.tenant, submission.salt), submission.tenant)
+        lineage = self.lineage(submission.tenant, submission.salt)
         request = Request(submission, lineage, max_outputs, self._arrivals, now)
         self._requests[submission.key] = request
         self._names[name] = request
@@ -187,6 +201,7 @@ class Scheduler:
         self._in_flight.clear()
         for request in list(self._requests.values()):
             self._end(request, code, message, now)
+        self.memory.pins.clear()
         self.memory.flush()
 
     def take_events(self) -> list[Event]:

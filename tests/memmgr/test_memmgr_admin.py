@@ -476,7 +476,7 @@ def test_readers_that_go_away_do_no_harm(stub: admin_pb2_grpc.AdminStub, house: 
 
 def test_what_is_not_built_says_so(stub: admin_pb2_grpc.AdminStub) -> None:
     with pytest.raises(grpc.RpcError) as raised:
-        stub.Probe(admin.ProbeRequest(), timeout=PATIENCE_SECONDS)
+        stub.SetQuota(admin.Quota(), timeout=PATIENCE_SECONDS)
     assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from random import Random
 from types import SimpleNamespace
 from typing import cast
 
@@ -191,6 +192,30 @@ class Watched:
         assert blocks is not None
         return list(block_pages(blocks, 0, 0))
 
+    def act(self, what: int) -> None:
+        """Now and then, do what an administrator may."""
+        memory, number = self.world.memory, what >> 3
+        pins = memory.pins
+        cached = [block for block in range(memory.pool.total) if memory.index.hash_of(block)]
+        if what & 7 < 2 and cached:
+            block, tokens, lineage = cached[number % len(cached)], array("I"), self.world.scheduler.lineage("tenant", "")
+            chain = []
+            while block >= 0:
+                chain.append(block)
+                block = memory.index.above(block)
+            for known in reversed(chain):
+                tokens.frombytes(memory.index.entries(slice(known, known + 1))[1][0] or b"")
+            blocks = pins.pinnable(lineage, tokens)
+            if blocks and memory.pool.pinned + pins.new_blocks(blocks) <= self.world.scheduler.most_pinned:
+                pins.pin(blocks, "tenant", self.world.now + 1 + number % 9)
+        elif what & 7 == 2:
+            for pin in list(pins)[:1]:
+                pins.unpin(pin.number)
+        elif what & 7 == 3 and number % 3 == 0:
+            memory.flush_part(range(number % 5, memory.pool.total), "tenant")
+        pins.expire(self.world.now)
+        self.world.scheduler.check_invariants()
+
     def look(self) -> None:
         self.turns += 1
         self.take_events()
@@ -202,15 +227,18 @@ class Watched:
 
 
 @settings(COMMON, max_examples=EXAMPLES // 3)
-@given(worlds(records=True), GAMES, TURNS, st.integers(0, 40))
+@given(worlds(records=True), GAMES, TURNS, st.integers(0, 40), st.randoms(use_true_random=False))
 def test_a_snapshot_and_the_events_after_it_rebuild_every_block(
-    world: World, wishes: list[Wish], turns: list[str], snapshot_at: int
+    world: World, wishes: list[Wish], turns: list[str], snapshot_at: int, chance: Random
 ) -> None:
+    """Whatever clients and administrators do; and pins change no answer, and let every request run."""
     game, watched = Play(world, wishes), Watched(world, snapshot_at)
     for turn in turns:
         game.take(turn)
+        watched.act(chance.randrange(256))
         watched.look()
     game.drain()
+    game.judge()
     watched.look()
     world.scheduler.abandon(EndCode.UNAVAILABLE, "over", world.now)
     watched.look()
