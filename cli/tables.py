@@ -1,6 +1,7 @@
 """Answers of the admin API as tables for people: coloured on a terminal, plain text elsewhere."""
 
 from collections.abc import Sequence
+from datetime import datetime
 
 from rich.console import Console
 from rich.table import Table
@@ -9,6 +10,8 @@ from rich.text import Text
 from kilburn.v1 import admin_pb2
 
 _STATE_COLOURS = {"live": "green", "cached": "blue", "decode": "green", "prefill": "yellow", "waiting": "magenta"}
+
+_EVENT_COLOURS = {"allocated": "green", "shared": "green", "indexed": "blue", "evicted": "red", "preempted": "magenta"}
 
 
 def show_pool(pool: admin_pb2.Pool, console: Console | None = None) -> None:
@@ -100,6 +103,59 @@ def show_blocks(blocks: Sequence[admin_pb2.Block], console: Console | None = Non
             str(block.generation),
             Text(", ".join(block.holders)),
         )
+    (console or _console()).print(table)
+
+
+def show_prefixes(nodes: Sequence[admin_pb2.PrefixNode], console: Console | None = None) -> None:
+    """Print the tree, one line for each node, indented by its depth."""
+    table = Table("prefix", "block", "references", "hits", "pinned", "tokens", show_edge=False, pad_edge=False)
+    for node in nodes:
+        table.add_row(
+            Text("  " * min(node.depth, 32) + node.prefix_hash.hex()[:12]),
+            str(node.block),
+            str(node.references),
+            f"{node.hits:,}",
+            "pinned" if node.pinned else "",
+            " ".join(map(str, node.token_ids)),
+        )
+    (console or _console()).print(table)
+
+
+def show_event(event: admin_pb2.Event, console: Console | None = None) -> None:
+    """Print one event on one line."""
+    kind = admin_pb2.EventKind.Name(event.kind).removeprefix("EVENT_KIND_").lower()
+    line = Text(f"{event.cursor:>9} {datetime.fromtimestamp(event.unix_time):%H:%M:%S.%f} {event.step:>8} ")
+    line.append(f"{kind:<11}", style=_EVENT_COLOURS.get(kind, ""))
+    line.append(f" {event.block:>8}" if event.HasField("block") else " " * 9)
+    if event.HasField("source"):
+        line.append(f" from {event.source}")
+    if event.request_id:
+        line.append(f" {event.tenant}/{event.request_id}/{event.index}")
+    if event.prefix_hash:
+        line.append(f" {event.prefix_hash.hex()[:12]}")
+    if event.lost:
+        line.append(f" ({event.lost:,} events before it are lost)", style="red")
+    (console or _console()).print(line, soft_wrap=True)
+
+
+def show_probe(probe: admin_pb2.ProbeResponse, console: Console | None = None) -> None:
+    """Print what would become of a request."""
+    table = Table("probe", "", show_edge=False, pad_edge=False)
+    table.add_row("fits now", "yes" if probe.fits_now else "no")
+    table.add_row("fits ever", "yes" if probe.fits_ever else "no")
+    table.add_row("cached", f"{probe.cached_tokens:,} tokens")
+    table.add_row("new blocks", f"{probe.new_blocks:,} for the prompt, {probe.worst_case_blocks:,} in all at the most")
+    table.add_row("evicts", ", ".join(map(str, probe.evicted_blocks)) or "nothing")
+    table.add_row("ahead", f"{probe.waiting_ahead:,} requests wait")
+    (console or _console()).print(table)
+
+
+def show_pins(pins: Sequence[admin_pb2.Pin], console: Console | None = None) -> None:
+    """Print one line for each pin."""
+    table = Table("pin", "tenant", "tokens", "blocks", "expires", show_edge=False, pad_edge=False)
+    for pin in pins:
+        expires = f"in {pin.expires_in_seconds:.1f} s" if pin.expires_in_seconds else "never"
+        table.add_row(Text(pin.pin_id), Text(pin.tenant), f"{pin.tokens:,}", f"{pin.blocks:,}", expires)
     (console or _console()).print(table)
 
 

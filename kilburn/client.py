@@ -145,6 +145,57 @@ class AdminClient(_Channel):
         pages = self._stub.ListBlocks(request, timeout=_TIMEOUT_SECONDS, metadata=self._metadata)
         return [block for page in pages for block in page.blocks]
 
+    def prefixes(
+        self, tenant: str = "", max_depth: int = 0, max_nodes: int = 0, with_tokens: bool = False
+    ) -> list[admin_pb2.PrefixNode]:
+        """Return the tree of cached prefixes, depth first."""
+        request = admin_pb2.GetPrefixTreeRequest(tenant=tenant, max_depth=max_depth, max_nodes=max_nodes, with_tokens=with_tokens)
+        pages = self._stub.GetPrefixTree(request, timeout=_TIMEOUT_SECONDS, metadata=self._metadata)
+        return [node for page in pages for node in page.nodes]
+
+    def events(
+        self, cursor: int = 0, from_oldest: bool = False, kinds: Sequence[admin_pb2.EventKind.ValueType] = ()
+    ) -> Generator[admin_pb2.Event]:
+        """Yield events after `cursor` (0: from now on), of some kinds or all, for as long as it is asked for more."""
+        request = admin_pb2.WatchEventsRequest(cursor=cursor, from_oldest=from_oldest, kinds=kinds)
+        stream = self._stub.WatchEvents(request, metadata=self._metadata)
+        try:
+            for page in stream:
+                yield from page.events
+        finally:
+            stream.cancel()
+
+    def explain(self, block: int) -> admin_pb2.BlockHistory:
+        """Return a block and the last events that touched it, the newest first."""
+        request = admin_pb2.ExplainBlockRequest(block=block)
+        return self._stub.ExplainBlock(request, timeout=_TIMEOUT_SECONDS, metadata=self._metadata)
+
+    def probe(
+        self, token_ids: Sequence[int], max_tokens: int = 0, n: int = 1, tenant: str = "", cache_salt: str = ""
+    ) -> admin_pb2.ProbeResponse:
+        """Return what would become of a request, without making it."""
+        request = admin_pb2.ProbeRequest(token_ids=token_ids, max_tokens=max_tokens, n=n, tenant=tenant, cache_salt=cache_salt)
+        return self._stub.Probe(request, timeout=_TIMEOUT_SECONDS, metadata=self._metadata)
+
+    def pin(self, token_ids: Sequence[int], ttl_seconds: float = 0.0, tenant: str = "", cache_salt: str = "") -> admin_pb2.Pin:
+        """Keep what is cached of a prefix; a time of 0 is until it is unpinned."""
+        request = admin_pb2.PinPrefixRequest(token_ids=token_ids, ttl_seconds=ttl_seconds, tenant=tenant, cache_salt=cache_salt)
+        return self._stub.PinPrefix(request, timeout=_TIMEOUT_SECONDS, metadata=self._metadata)
+
+    def unpin(self, pin_id: str) -> None:
+        """End a pin."""
+        request = admin_pb2.UnpinPrefixRequest(pin_id=pin_id)
+        self._stub.UnpinPrefix(request, timeout=_TIMEOUT_SECONDS, metadata=self._metadata)
+
+    def pins(self) -> list[admin_pb2.Pin]:
+        """Return all pins."""
+        return list(self._stub.ListPins(admin_pb2.ListPinsRequest(), timeout=_TIMEOUT_SECONDS, metadata=self._metadata))
+
+    def flush(self, tenant: str = "") -> int:
+        """Free what is cached and not pinned, a tenant's or all; return how many blocks."""
+        request = admin_pb2.FlushPrefixCacheRequest(tenant=tenant)
+        return self._stub.FlushPrefixCache(request, timeout=_TIMEOUT_SECONDS, metadata=self._metadata).flushed_blocks
+
     def verify(self, with_executor: bool = False) -> admin_pb2.VerifyResponse:
         """Check every invariant, the executor's view against it too if `with_executor`."""
         request = admin_pb2.VerifyRequest(with_executor=with_executor)

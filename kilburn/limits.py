@@ -36,6 +36,18 @@ HELLO_INTERVAL_SECONDS: Final = 0.25
 
 # ------------------------------------------------------------------------------------------------------ requests
 
+#: Events that memmgr holds for those who read them: minutes of a busy server, some 60 MB where a block has 16 tokens.
+MAX_EVENTS_HELD: Final = 2**18
+
+#: Events that ExplainBlock tells of one block.
+MAX_EVENTS_EXPLAINED: Final = 256
+
+#: Pins at once. A pool counts them in 16 bits for each block.
+MAX_PINS: Final = 1024
+
+#: Calls that watch events at once. Each looks for news twenty times a second.
+MAX_WATCHERS: Final = 64
+
 #: A gRPC message, either way: what gRPC clients accept by default.
 MAX_GRPC_MESSAGE_BYTES: Final = 4 * MIB
 

@@ -6,9 +6,9 @@ Runs in a thread and an event loop of its own, so that serving, serializing and 
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Final
 
 import grpc
 import grpc.aio
@@ -18,21 +18,21 @@ from grpc_reflection.v1alpha import reflection
 
 from kilburn.config import Address
 from kilburn.errors import StartError
-from kilburn.limits import MAX_GRPC_MESSAGE_BYTES, MAX_NAME_CHARACTERS
+from kilburn.limits import MAX_EVENTS_EXPLAINED, MAX_GRPC_MESSAGE_BYTES, MAX_WATCHERS
 from kilburn.log import Logger
 from kilburn.v1 import admin_pb2 as admin
 from kilburn.v1 import admin_pb2_grpc
 from memmgr import views
-from memmgr.engine import Engine, EngineBusyError
+from memmgr.calls import ANSWER_SECONDS, Context, abort, caller
+from memmgr.engine import Engine
+from memmgr.events import Batch, history, read_page
+from memmgr.prefix_calls import PrefixCalls
 from memmgr.schedule.plans import EndCode
-
-AnswerT = TypeVar("AnswerT")
-Context = grpc.aio.ServicerContext[Any, Any]
 
 _SERVICE: Final = admin.DESCRIPTOR.services_by_name["Admin"].full_name
 
-#: How long a call waits for the engine. A step takes milliseconds; a frozen engine should show as one.
-_ANSWER_SECONDS: Final = 10.0
+#: How often a call that watches looks for news.
+_NEWS_SECONDS: Final = 0.05
 
 #: How long a stop waits for calls to end.
 _GRACE_SECONDS: Final = 1.0
@@ -41,53 +41,60 @@ _GRACE_SECONDS: Final = 1.0
 _START_SECONDS: Final = 20.0
 
 
-class AdminService(admin_pb2_grpc.AdminServicer):
+class AdminService(PrefixCalls):
     """See the module."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        super().__init__(engine)
+        self._incarnation = f"{engine.incarnation:016x}"
+        self._watchers = 0
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Let the calls that watch end."""
+        self._stopping = True
 
     async def GetPool(self, request: admin.GetPoolRequest, context: Context) -> admin.Pool:  # noqa: N802
         """The pool's figures at one instant."""
-        return await self._ask(context, lambda: views.pool(self._engine, time.monotonic()))
+        return await self.ask(context, lambda: views.pool(self.engine, time.monotonic()))
 
     async def ListSequences(  # noqa: N802
         self, request: admin.ListSequencesRequest, context: Context
     ) -> AsyncIterator[admin.SequencePage]:
         """All live sequences, in pages."""
 
-        def snapshot() -> list[tuple[views.SequenceSnapshot, list[int]]]:
-            return [
-                (sequence, views.snapshot_references(self._engine, sequence) if request.with_block_tables else [])
-                for sequence in views.snapshot_sequences(self._engine, time.monotonic())
+        def snapshot() -> tuple[int, list[tuple[views.SequenceSnapshot, list[int]]]]:
+            return self.engine.take_events(), [
+                (sequence, views.snapshot_references(self.engine, sequence) if request.with_block_tables else [])
+                for sequence in views.snapshot_sequences(self.engine, time.monotonic())
                 if (not request.state or sequence.message.state == request.state)
                 and (not request.tenant or sequence.message.tenant == request.tenant)
             ]
 
-        found = await self._ask(context, snapshot)
+        cursor, found = await self.ask(context, snapshot)
         messages = (
             views.with_table(sequence, references) if request.with_block_tables else sequence.message
             for sequence, references in found
         )
-        for page in views.sequence_pages(messages):
+        for page in views.sequence_pages(messages, cursor):
             yield page
 
     async def GetSequence(self, request: admin.GetSequenceRequest, context: Context) -> admin.Sequence:  # noqa: N802
         """One sequence with its whole block table."""
-        tenant = request.tenant or await _caller(context)
+        tenant = request.tenant or await caller(context)
 
         def snapshot() -> tuple[views.SequenceSnapshot, list[int]] | None:
-            session = self._engine.session
+            session = self.engine.session
             found = session.scheduler.find(tenant, request.request_id) if session else None
             live = {sequence.index: sequence for sequence in found.live} if found else {}
             if session is None or request.index not in live:
                 return None
             sequence = views.snapshot_sequence(live[request.index], session.scheduler.memory.block_size, time.monotonic())
-            return sequence, views.snapshot_references(self._engine, sequence)
+            return sequence, views.snapshot_references(self.engine, sequence)
 
-        found = await self._ask(context, snapshot)
+        found = await self.ask(context, snapshot)
         if found is None:
-            await _abort(
+            await abort(
                 context,
                 grpc.StatusCode.NOT_FOUND,
                 f"tenant {tenant!r} has no live request {request.request_id!r} with a sequence {request.index}",
@@ -98,23 +105,68 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin.ListBlocksRequest, context: Context
     ) -> AsyncIterator[admin.BlockPage]:
         """The pool's blocks, in pages, all of one instant."""
-        snapshot = await self._ask(
-            context, lambda: views.snapshot_blocks(self._engine, request.first, request.limit, time.monotonic())
+        snapshot = await self.ask(
+            context, lambda: views.snapshot_blocks(self.engine, request.first, request.limit, time.monotonic())
         )
         if snapshot is None:
-            yield admin.BlockPage()
+            yield admin.BlockPage(cursor=self.engine.events.cursor)
             return
         for page in views.block_pages(snapshot, request.state, request.min_references):
             yield page
+
+    async def ExplainBlock(self, request: admin.ExplainBlockRequest, context: Context) -> admin.BlockHistory:  # noqa: N802
+        """A block as it is, and the last events that touched it."""
+
+        def snapshot() -> tuple[views.BlocksSnapshot | None, list[Batch]]:
+            blocks = views.snapshot_blocks(self.engine, request.block, 1, time.monotonic())
+            return blocks, self.engine.events.after(0)
+
+        blocks, batches = await self.ask(context, snapshot)
+        found = [] if blocks is None else [block for page in views.block_pages(blocks, 0, 0) for block in page.blocks]
+        if not found:
+            await abort(context, grpc.StatusCode.NOT_FOUND, f"there is no block {request.block}")
+        events = await asyncio.to_thread(history, batches, request.block, MAX_EVENTS_EXPLAINED, self._incarnation)
+        return admin.BlockHistory(block=found[0], events=events)
+
+    async def WatchEvents(  # noqa: N802
+        self, request: admin.WatchEventsRequest, context: Context
+    ) -> AsyncIterator[admin.EventPage]:
+        """What happens to blocks, as it happens, for as long as the client listens."""
+        if self._watchers >= MAX_WATCHERS:
+            await abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} calls watch the events already")
+        self._watchers += 1
+        try:
+            async for page in self._watch(request, context):
+                yield page
+        finally:
+            self._watchers -= 1
+
+    async def _watch(self, request: admin.WatchEventsRequest, context: Context) -> AsyncIterator[admin.EventPage]:
+        log, kinds = self.engine.events, frozenset(request.kinds)
+        last = await self.ask(context, self.engine.take_events)
+        if request.cursor > last and not request.from_oldest:
+            message = f"the last event is {last}, not {request.cursor} or later: that cursor is from another memory manager"
+            await abort(context, grpc.StatusCode.OUT_OF_RANGE, message)
+        cursor, lost = log.oldest - 1 if request.from_oldest else request.cursor or last, 0
+        while not self._stopping:
+            if log.cursor == cursor:
+                await asyncio.sleep(_NEWS_SECONDS)
+                continue
+            page, cursor, lost = read_page(log, cursor, lost, kinds, self._incarnation, views.PAGE_BYTES)
+            if page.events:
+                yield page
+            else:
+                await asyncio.sleep(0)  # others have their turn
+        await abort(context, grpc.StatusCode.UNAVAILABLE, "the memory manager is stopping")
 
     async def CancelRequest(  # noqa: N802
         self, request: admin.CancelRequestRequest, context: Context
     ) -> admin.CancelRequestResponse:
         """End a request; its client gets CANCELLED."""
-        tenant = request.tenant or await _caller(context)
+        tenant = request.tenant or await caller(context)
 
         def cancel() -> bool:
-            session = self._engine.session
+            session = self.engine.session
             found = session.scheduler.find(tenant, request.request_id) if session else None
             if session is None or found is None:
                 return False
@@ -122,16 +174,16 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 found.submission.key, EndCode.CANCELLED, "cancelled by an administrator", time.monotonic()
             )
 
-        return admin.CancelRequestResponse(found=await self._ask(context, cancel))
+        return admin.CancelRequestResponse(found=await self.ask(context, cancel))
 
     async def Verify(self, request: admin.VerifyRequest, context: Context) -> admin.VerifyResponse:  # noqa: N802
         """Check every invariant of the memory, and the executor's view against it."""
         inspection: Future[tuple[int, list[str]]] = Future()
 
         def verify() -> tuple[int, list[str]]:
-            session = self._engine.session
+            session = self.engine.session
             if request.with_executor:
-                self._engine.inspect(inspection)
+                self.engine.inspect(inspection)
             if session is None:
                 return 0, []
             try:
@@ -139,37 +191,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             except AssertionError as fault:
                 return 1, [str(fault) or "an invariant without a name does not hold"]
 
-        checks, faults = await self._ask(context, verify)
+        checks, faults = await self.ask(context, verify)
         if request.with_executor:
             try:
-                more, seen = await asyncio.wait_for(asyncio.wrap_future(inspection), _ANSWER_SECONDS)
+                more, seen = await asyncio.wait_for(asyncio.wrap_future(inspection), ANSWER_SECONDS)
             except TimeoutError:
-                more, seen = 0, [f"the executor did not say within {_ANSWER_SECONDS} seconds what it holds"]
+                more, seen = 0, [f"the executor did not say within {ANSWER_SECONDS} seconds what it holds"]
             checks, faults = checks + more, faults + seen
         return admin.VerifyResponse(ok=not faults, checks=checks, faults=faults)
-
-    async def _ask(self, context: Context, question: Callable[[], AnswerT]) -> AnswerT:
-        try:
-            answer = self._engine.ask(question)
-        except EngineBusyError:
-            await _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many admin calls wait; try again")
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(answer), _ANSWER_SECONDS)
-        except TimeoutError:
-            await _abort(context, grpc.StatusCode.UNAVAILABLE, "the memory manager does not answer")
-
-
-async def _caller(context: Context) -> str:
-    """Return the tenant that a call is made for."""
-    for key, value in context.invocation_metadata() or ():
-        if key == "kilburn-tenant" and isinstance(value, str) and 0 < len(value) <= MAX_NAME_CHARACTERS:
-            return value
-    return "default"
-
-
-async def _abort(context: Context, code: grpc.StatusCode, message: str) -> NoReturn:
-    await context.abort(code, message)
-    raise AssertionError("abort() raises")
 
 
 class AdminServer:
@@ -216,8 +245,8 @@ class AdminServer:
                 ("grpc.so_reuseport", 0),
             ]
         )
-        # What is not built answers UNIMPLEMENTED, by the generated base class.
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(self._engine), server)  # type: ignore[abstract]
+        service = AdminService(self._engine)  # type: ignore[abstract]
+        admin_pb2_grpc.add_AdminServicer_to_server(service, server)
         health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
         for name in ("", _SERVICE):
@@ -235,4 +264,8 @@ class AdminServer:
             return
         self._bound.set_result(Address(self._address.host, port))
         await self._stop.wait()
+        service.stop()
         await server.stop(_GRACE_SECONDS)
+        ending = asyncio.all_tasks() - {task for task in [asyncio.current_task()] if task}
+        if ending:
+            await asyncio.wait(ending, timeout=_GRACE_SECONDS)  # calls that have been refused, on their last lines

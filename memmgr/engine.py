@@ -21,7 +21,9 @@ from kilburn.limits import HEARTBEAT_INTERVAL_SECONDS, PEER_TIMEOUT_SECONDS, PRO
 from kilburn.log import Logger
 from kilburn.v1 import engine_pb2 as engine
 from kilburn.wire.hub import Hub, Incoming
+from memmgr.core.events import NO_BLOCK, STARTED, Record
 from memmgr.core.memory import MemoryCounters
+from memmgr.events import EventLog
 from memmgr.messages import MessageError, check_hello, read_submit, token_batches
 from memmgr.schedule.plans import EndCode, Limits, RequestEnd
 from memmgr.schedule.scheduler import ScheduleCounters
@@ -66,6 +68,8 @@ class Engine:
         self.incarnation: Final = incarnation
         self.totals: Final = Totals(MemoryCounters(), ScheduleCounters(), StepTotals())
         self.session: Session | None = None
+        self.events: Final = EventLog()
+        self._records: list[Record] = []  # what happened to blocks since the log last took it in
         self._config = config
         self._log = log
         self._gateways = Hub(context, config.gateway_endpoint, incarnation)
@@ -93,6 +97,12 @@ class Engine:
     def fenced(self) -> int:
         """Messages dropped because they were another incarnation's, duplicates, or not readable."""
         return self._gateways.fenced + self._executors.fenced
+
+    def take_events(self) -> int:
+        """Take into the log what has happened to blocks, and return the last event's cursor."""
+        size = 1 if self.session is None else self.session.model.block_size
+        self.events.take(self._records, time.time(), self.totals.schedule.planned_steps, size)
+        return self.events.cursor
 
     # ------------------------------------------------------------------------------------------ from other threads
 
@@ -134,6 +144,7 @@ class Engine:
             self._watch(time.monotonic())
             self._step(time.monotonic())
             self._flush()
+            self.take_events()
         self._lose_executor("the memory manager is stopping")
         self._flush()
 
@@ -166,6 +177,7 @@ class Engine:
         if session is None:
             return
         while (plan := session.next_plan(now)) is not None:
+            self.take_events()  # plan by plan: each event has its step
             began = time.perf_counter_ns()
             sent = self._tell_executor(session, plan, now)
             self.totals.steps.transport += time.perf_counter_ns() - began
@@ -183,6 +195,7 @@ class Engine:
     def _watch(self, now: float) -> None:
         """Notice who fell silent, and speak to whom nothing was said for a while."""
         if self.session is not None:
+            self.session.expire(now)
             reason = self.session.death(now)
             if reason:
                 self._lose_executor(reason)
@@ -230,7 +243,16 @@ class Engine:
                 return
             self._lose_executor("the executor has said hello anew")
         limits = self._limits(hello)
-        self.session = Session(incoming.incarnation, hello, limits, self.totals, now, prefix_cache=self._config.prefix_cache)
+        self.session = Session(
+            incoming.incarnation,
+            hello,
+            limits,
+            self.totals,
+            now,
+            prefix_cache=self._config.prefix_cache,
+            records=self._records,
+        )
+        self._records.append((STARTED, NO_BLOCK, None, None))
         if not self._executors.welcome(incoming):
             self.session = None
             return
@@ -274,6 +296,7 @@ class Engine:
         session.scheduler.abandon(EndCode.UNAVAILABLE, f"{reason}; try again", time.monotonic())
         session.close(reason)
         self._flush()
+        self.take_events()
         self.session = None
         self._reason = reason
         self._tell_all_gateways(time.monotonic())

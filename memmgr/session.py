@@ -4,14 +4,21 @@ A session begins with an executor's hello and ends with its loss; nothing of it 
 nothing itself.
 """
 
+from __future__ import annotations
+
+import math
 import time
+from array import array
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
-from kilburn.limits import EXECUTOR_STALL_SECONDS, PEER_TIMEOUT_SECONDS
+from kilburn.errors import KilburnError
+from kilburn.limits import EXECUTOR_STALL_SECONDS, MAX_PINS, PEER_TIMEOUT_SECONDS
 from kilburn.v1 import engine_pb2 as engine
+from memmgr.core.events import Record
 from memmgr.core.memory import Memory, MemoryCounters
+from memmgr.core.pins import Pin
 from memmgr.core.prefix import root_hash
 from memmgr.messages import MessageError, read_result, step_plan
 from memmgr.schedule.plans import Limits
@@ -22,6 +29,14 @@ MAX_PLANS_IN_FLIGHT: Final = 2
 
 #: Questions about the executor's view waiting for its answer.
 MAX_INSPECTIONS: Final = 16
+
+
+class NotCachedError(KilburnError):
+    """There is nothing to pin."""
+
+
+class PinRefusedError(KilburnError):
+    """Nothing more may be pinned."""
 
 
 @dataclass(slots=True)
@@ -52,7 +67,7 @@ class _Expected:
 
     slots: dict[int, tuple[int, tuple[int, ...]]]
     unknown: frozenset[int]
-    answer: "Future[tuple[int, list[str]]]"
+    answer: Future[tuple[int, list[str]]]
 
 
 class Session:
@@ -67,12 +82,19 @@ class Session:
         now: float,
         *,
         prefix_cache: bool,
+        records: list[Record] | None = None,
     ) -> None:
         self.incarnation: Final = incarnation
         self.attempt: Final = hello.attempt
         self.model: Final = hello.model
         self.totals: Final = totals
-        memory = Memory(hello.model.total_blocks, hello.model.block_size, prefix_cache=prefix_cache, counters=totals.memory)
+        memory = Memory(
+            hello.model.total_blocks,
+            hello.model.block_size,
+            prefix_cache=prefix_cache,
+            counters=totals.memory,
+            records=records,
+        )
         fingerprint = hello.model.fingerprint
         self.scheduler: Final = Scheduler(
             memory, limits, lambda tenant, salt: root_hash(fingerprint, tenant, salt), totals.schedule
@@ -145,9 +167,37 @@ class Session:
         steps.sample += times.sample
         steps.idle += times.wait
 
+    # ------------------------------------------------------------------------------------------------------- pins
+
+    def pin(self, tenant: str, salt: str, tokens: array[int], ttl_seconds: float, now: float) -> Pin:
+        """Pin what is cached of a prefix, in whole blocks; a `ttl_seconds` of 0 is for ever.
+
+        Raises:
+            NotCachedError: no whole block of it is.
+            PinRefusedError: too much is pinned already.
+        """
+        memory = self.scheduler.memory
+        memory.pins.expire(now)
+        blocks = memory.pins.pinnable(self.scheduler.lineage(tenant, salt), tokens)
+        if not blocks:
+            raise NotCachedError(f"no whole block of {memory.block_size} tokens of this prefix is in the cache")
+        most, new = self.scheduler.most_pinned, memory.pins.new_blocks(blocks)
+        if memory.pool.pinned + new > most:
+            raise PinRefusedError(
+                f"{memory.pool.pinned} blocks are pinned and this pin needs {new} more; at most {most} of "
+                f"{memory.pool.total} may be, so that one request of {self.scheduler.limits.context_length} tokens can run"
+            )
+        if len(memory.pins) >= MAX_PINS:
+            raise PinRefusedError(f"there are {MAX_PINS} pins already; no more are taken")
+        return memory.pins.pin(blocks, tenant, now + ttl_seconds if ttl_seconds else math.inf)
+
+    def expire(self, now: float) -> None:
+        """End the pins whose time is over."""
+        self.scheduler.memory.pins.expire(now)
+
     # ------------------------------------------------------------------------------------------------ inspections
 
-    def inspect(self, answer: "Future[tuple[int, list[str]]]") -> engine.Inspect | None:
+    def inspect(self, answer: Future[tuple[int, list[str]]]) -> engine.Inspect | None:
         """Return the question to send; `answer` gets (checks, faults) once the executor's view has come. None: too many wait."""
         if len(self._inspections) >= MAX_INSPECTIONS:
             return None

@@ -18,10 +18,10 @@ from memmgr.schedule.requests import Sequence, State
 
 #: Bytes at which a page is full. A block with the most and longest holders has as many again, so that no page of blocks reaches
 #: the 1 MiB of the contract.
-_PAGE_BYTES: Final = 256 * 1024
+PAGE_BYTES: Final = 256 * 1024
 
 #: Bytes that a message in a repeated field takes beside its own: tag and length.
-_FRAMING_BYTES: Final = 5
+FRAMING_BYTES: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class BlocksSnapshot:
 
     first: int
     references: array[int]
-    links: array[int]  # negative where a block is not cached
+    links: array[int]  # negative where a block is not cached, or pinned
+    pins: array[int]
     generations: array[int]
     stamps: array[float]
     depths: array[int]
@@ -50,6 +51,7 @@ class BlocksSnapshot:
     block_size: int
     sequences: list[SequenceSnapshot]
     now: float
+    cursor: int
 
 
 # ------------------------------------------------------------------------------------------------- between steps
@@ -63,6 +65,7 @@ def pool(engine: Engine, now: float) -> admin.Pool:
         memmgr_incarnation=f"{engine.incarnation:016x}",
         gateways_connected=engine.gateways,
         step=totals.schedule.planned_steps,
+        cursor=engine.take_events(),
         step_totals=admin.StepTotals(
             planning_ns=totals.steps.planning,
             applying_ns=totals.steps.applying,
@@ -90,6 +93,7 @@ def pool(engine: Engine, now: float) -> admin.Pool:
     message.live_blocks = blocks.live
     message.cached_blocks = blocks.cached
     message.shared_blocks = blocks.shared
+    message.pinned_blocks = blocks.pinned
     message.running = scheduler.running_sequences
     message.waiting = len(scheduler.waiting)
     message.logical_tokens, message.live_tokens = _tokens(engine)
@@ -195,6 +199,7 @@ def snapshot_blocks(engine: Engine, first: int, limit: int, now: float) -> Block
         first=first,
         references=blocks.references[part],
         links=blocks.links(part),
+        pins=blocks.pins[part],
         generations=blocks.generations[part],
         stamps=blocks.stamps[part],
         depths=index.depths[part],
@@ -204,6 +209,7 @@ def snapshot_blocks(engine: Engine, first: int, limit: int, now: float) -> Block
         block_size=memory.block_size,
         sequences=snapshot_sequences(engine, now),
         now=now,
+        cursor=engine.take_events(),
     )
 
 
@@ -220,14 +226,14 @@ def with_table(sequence: SequenceSnapshot, references: list[int]) -> admin.Seque
     return message
 
 
-def sequence_pages(sequences: Iterator[admin.Sequence]) -> Iterator[admin.SequencePage]:
+def sequence_pages(sequences: Iterator[admin.Sequence], cursor: int) -> Iterator[admin.SequencePage]:
     """Yield the sequences in pages under 1 MiB; one empty page where there are none."""
-    page, size = admin.SequencePage(), 0
+    page, size = admin.SequencePage(cursor=cursor), 0
     for sequence in sequences:
-        cost = sequence.ByteSize() + _FRAMING_BYTES
-        if page.sequences and size + cost > _PAGE_BYTES:
+        cost = sequence.ByteSize() + FRAMING_BYTES
+        if page.sequences and size + cost > PAGE_BYTES:
             yield page
-            page, size = admin.SequencePage(), 0
+            page, size = admin.SequencePage(cursor=cursor), 0
         page.sequences.append(sequence)
         size += cost
     yield page
@@ -236,10 +242,11 @@ def sequence_pages(sequences: Iterator[admin.Sequence]) -> Iterator[admin.Sequen
 def block_pages(snapshot: BlocksSnapshot, state: int, min_references: int) -> Iterator[admin.BlockPage]:
     """Yield the blocks of a snapshot that are asked for, in pages under 1 MiB; one empty page where there are none."""
     holders, fills = _holders(snapshot)
-    page, size, full = admin.BlockPage(), 0, False
+    page, size, full = admin.BlockPage(cursor=snapshot.cursor), 0, False
     for offset, references in enumerate(snapshot.references):
         block = snapshot.first + offset
-        now_in = _state(references, snapshot.links[offset])
+        pinned = snapshot.pins[offset] > 0
+        now_in = _state(references, snapshot.links[offset], pinned)
         if (state and now_in != state) or references < min_references:
             continue
         held_by = holders.get(block, [])
@@ -251,24 +258,25 @@ def block_pages(snapshot: BlocksSnapshot, state: int, min_references: int) -> It
             filled=fills.get(block, len(snapshot.tokens[offset] or b"") // 4),
             prefix_hash=name or b"",
             depth=snapshot.depths[offset] if name else 0,
+            pinned=pinned,
             tenant=held_by[0].tenant if held_by else snapshot.tenants[offset] if name else "",
             idle_seconds=0.0 if references else snapshot.now - snapshot.stamps[offset],
             holders=[f"{holder.tenant}/{holder.request_id}/{holder.index}" for holder in held_by],
             generation=snapshot.generations[offset],
         )
-        size += message.ByteSize() + _FRAMING_BYTES
-        if size > _PAGE_BYTES:
+        size += message.ByteSize() + FRAMING_BYTES
+        if size > PAGE_BYTES:
             yield page
-            page, size = admin.BlockPage(), 0
+            page, size = admin.BlockPage(cursor=snapshot.cursor), 0
             full = True
     if page.blocks or not full:
         yield page
 
 
-def _state(references: int, link: int) -> BlockState:
+def _state(references: int, link: int, pinned: bool) -> BlockState:
     if references:
         return BlockState.LIVE
-    return BlockState.FREE if link < 0 else BlockState.CACHED
+    return BlockState.CACHED if link >= 0 or pinned else BlockState.FREE
 
 
 def _holders(snapshot: BlocksSnapshot) -> tuple[dict[int, list[admin.Sequence]], dict[int, int]]:

@@ -94,8 +94,12 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     EVENT_KIND_SWAPPED_IN: _EventKind.ValueType  # 10
     EVENT_KIND_RECOVERED: _EventKind.ValueType  # 11
     EVENT_KIND_FLUSHED: _EventKind.ValueType  # 12
+    """left the index, not to be used again at once: flushed, distrusted, or without the block"""
     EVENT_KIND_PINNED: _EventKind.ValueType  # 13
+    """that it stands on; FREED follows where it has no reference, else it stays live"""
     EVENT_KIND_UNPINNED: _EventKind.ValueType  # 14
+    EVENT_KIND_STARTED: _EventKind.ValueType  # 15
+    """an executor has connected: a new pool, all of its blocks free"""
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper): ...
 
@@ -119,8 +123,12 @@ EVENT_KIND_SWAPPED_OUT: EventKind.ValueType  # 9
 EVENT_KIND_SWAPPED_IN: EventKind.ValueType  # 10
 EVENT_KIND_RECOVERED: EventKind.ValueType  # 11
 EVENT_KIND_FLUSHED: EventKind.ValueType  # 12
+"""left the index, not to be used again at once: flushed, distrusted, or without the block"""
 EVENT_KIND_PINNED: EventKind.ValueType  # 13
+"""that it stands on; FREED follows where it has no reference, else it stays live"""
 EVENT_KIND_UNPINNED: EventKind.ValueType  # 14
+EVENT_KIND_STARTED: EventKind.ValueType  # 15
+"""an executor has connected: a new pool, all of its blocks free"""
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 @_typing.final

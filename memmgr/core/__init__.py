@@ -2,5 +2,7 @@
 
 blocks   which block is free, live or cached; references, generations, the order of eviction
 prefix   which cached content a block holds, as a tree of hashed prefixes
+events   what happened to blocks, as records for whoever wants to know
+pins     prefixes that are kept from eviction
 memory   the tables of the sequences; joins the two: match, plan, apply, acknowledge, release
 """

@@ -13,7 +13,12 @@ lengths matter: tokens `planned` into the pool by plans that have left, and toke
 executor works strictly in order, so a block that is released may be given away in the next plan at once; only what is read as a
 copy's source is held until the end of its step, so that no block is source and destination in one plan.
 
-Knows token ids as array("I") and an opaque key for each sequence; not requests, steps in flight, text or tensors.
+What happens to blocks is told as records (see `events`) to a list that the owner gave, if it gave one.
+
+What `pins` hold is neither evicted nor flushed; a planner counts on the rest alone.
+
+Knows token ids as array("I"), an opaque key for each sequence, and an opaque owner to tell of it; not requests, steps in flight,
+text or tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +29,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
+from memmgr.core import events
 from memmgr.core.blocks import BlockPool, BlockState
+from memmgr.core.events import NO_BLOCK, Indexed, Record, Unindexed
+from memmgr.core.pins import Pins
 from memmgr.core.prefix import Lineage, Match, Node, PrefixIndex, block_hash
 
 
@@ -50,6 +58,7 @@ class Table:
     """
 
     key: Hashable
+    owner: object
     lineage: Lineage
     blocks: list[int] = field(default_factory=list)
     planned: int = 0
@@ -87,16 +96,26 @@ class StepMemory:
 class Memory:
     """See the module. Where `prefix_cache` is off, nothing is shared but by `fork`, and nothing is kept."""
 
-    def __init__(self, total_blocks: int, block_size: int, *, prefix_cache: bool, counters: MemoryCounters) -> None:
+    def __init__(
+        self,
+        total_blocks: int,
+        block_size: int,
+        *,
+        prefix_cache: bool,
+        counters: MemoryCounters,
+        records: list[Record] | None = None,
+    ) -> None:
         self.block_size: Final = block_size
         self.prefix_cache: Final = prefix_cache
         self.counters: Final = counters  # perhaps of more pools than this one, one after another
         self.pool: Final = BlockPool(total_blocks)
         self.index: Final = PrefixIndex(total_blocks, block_size)
+        self.pins: Final = Pins(self.pool, self.index, records)
         self.now = 0.0  # of the owner's clock, for stamps only
+        self._records: Final = records  # the owner empties it
         self._tables: dict[Hashable, Table] = {}
         self._copies: dict[int, int] = {}  # destination -> source
-        self._held: dict[int, int] = {}  # source -> references held for the copies of this step
+        self._held: dict[int, list[object]] = {}  # source -> the owners of references held for the copies of this step
         self._freed: list[int] = []
         self._planning = False  # tables have grown since the last step ended
 
@@ -111,45 +130,61 @@ class Memory:
 
     # ------------------------------------------------------------------------------------------------- admission
 
-    def cached_blocks(self, lineage: Lineage, tokens: array[int]) -> int:
-        """Return how many whole blocks an admission would find of a sequence's tokens."""
-        return len(self.index.match(lineage, tokens, len(tokens) - 1).blocks) if self.prefix_cache else 0
+    def plan_match(self, lineage: Lineage, tokens: array[int]) -> Match:
+        """Return what is cached of a prompt; its last token is left to compute."""
+        return self.index.match(lineage, tokens, len(tokens) - 1) if self.prefix_cache else Match()
 
     def plan_admission(self, lineage: Lineage, tokens: array[int], reserve: int) -> Admission | None:
         """Decide whether a sequence with these known tokens can begin, all of them and one more fitting, `reserve` blocks left.
 
         At least the last token is left to compute: its logits are wanted.
         """
-        match = self.index.match(lineage, tokens, len(tokens) - 1) if self.prefix_cache else Match()
-        references = self.pool.references
-        revived = sum(1 for block in match.blocks if references[block] == 0)
+        match = self.plan_match(lineage, tokens)
+        evictable = self.pool.evictable
+        revived = sum(map(evictable, match.blocks))
         needed = self.blocks_for(len(tokens) + 1) - len(match.blocks)
         room = self.pool.available - revived - reserve
         if needed > room:
             return None
-        if match.tail_tokens and needed + (references[match.tail] == 0) > room:
+        if match.tail_tokens and needed + evictable(match.tail) > room:
             match = match.without_tail()  # its source would be held, and is needed
         return Admission(match, len(match.blocks) * self.block_size + match.tail_tokens)
 
-    def admit(self, key: Hashable, lineage: Lineage, admission: Admission) -> Table:
-        """Give a sequence its table."""
+    def plan_evictions(self, admission: Admission, new_blocks: int) -> list[int]:
+        """Return the cached blocks that would go if a sequence were admitted and took so many more blocks; changes nothing."""
+        match = admission.match
+        used = {*match.blocks, match.tail} if match.tail_tokens else set(match.blocks)
+        missing = new_blocks - self.pool.free
+        gone: dict[int, None] = {}
+        for block in self.pool.eviction_order():
+            if len(gone) >= missing:
+                break
+            if block not in used and block not in gone:
+                gone.update((doomed, None) for doomed in self.index.standing_on(block) if self.pool.evictable(doomed))
+        return list(gone)
+
+    def admit(self, key: Hashable, lineage: Lineage, admission: Admission, owner: object = None) -> Table:
+        """Give a sequence its table. Records name it by `owner`, or else by its key."""
         assert key not in self._tables, f"sequence {key} has a table already"
         match = admission.match
+        owner = key if owner is None else owner
         for block in match.blocks:
-            self.pool.share(block)
-        table = Table(key, lineage, list(match.blocks), committed=len(match.blocks))
+            self._share(block, owner)
+            self.index.hits[block] += 1
+        table = Table(key, owner, lineage, list(match.blocks), committed=len(match.blocks))
         if match.blocks:
             table.node = self.index.node(match.blocks[-1])
         if match.tail_tokens:
-            self.pool.share(match.tail)
-            table.blocks.append(self._clone(match.tail))
+            self._share(match.tail, owner)
+            self.index.hits[match.tail] += 1
+            table.blocks.append(self._clone(match.tail, owner))
             self.counters.partial_copies += 1
         table.planned = table.computed = admission.cached_tokens
         self._tables[key] = table
         self._planning = True
         return table
 
-    def fork(self, parent: Hashable, key: Hashable) -> Table:
+    def fork(self, parent: Hashable, key: Hashable, owner: object = None) -> Table:
         """Give a new sequence the content of another: every block is shared, the partly filled last one included.
 
         Between two steps only. A step makes its copies before it writes, so a clone made in the step that also writes to the
@@ -160,9 +195,10 @@ class Memory:
         source = self._tables[parent]
         lineage = Lineage(source.lineage.root, source.lineage.tenant)
         lineage.names.extend(source.lineage.names[: source.planned // self.block_size])
+        owner = key if owner is None else owner
         for block in source.blocks:
-            self.pool.share(block)
-        table = Table(key, lineage, list(source.blocks), source.planned, source.computed, source.committed, source.node)
+            self._share(block, owner)
+        table = Table(key, owner, lineage, list(source.blocks), source.planned, source.computed, source.committed, source.node)
         self._tables[key] = table
         self.counters.forks += 1
         return table
@@ -182,10 +218,10 @@ class Memory:
         """Make a table cover the tokens of a step. A shared last block is cloned; the last holder writes in place."""
         table = growth.table
         if growth.clone:
-            table.blocks[-1] = self._clone(table.blocks[-1])
+            table.blocks[-1] = self._clone(table.blocks[-1], table.owner)
             self.counters.copied_blocks += 1
         for _ in range(growth.new_blocks):
-            table.blocks.append(self._allocate())
+            table.blocks.append(self._allocate(table.owner))
         table.planned = growth.length
         self._planning = True
 
@@ -219,7 +255,7 @@ class Memory:
             piece = tokens[full * size : table.computed].tobytes()
             self._index(table, full, block_hash(table.lineage.parent(full), piece), piece)
         for block in reversed(table.blocks):
-            self._drop(block)
+            self._drop(block, table.owner)
 
     def distrust(self, table: Table) -> None:
         """Let nobody find what a sequence's blocks hold: it may be no numbers. The sequence is released next."""
@@ -237,10 +273,20 @@ class Memory:
         elif match.tail_tokens:
             self._forget(match.tail)
 
-    def flush(self) -> None:
-        """Free every cached block."""
-        while self.pool.cached:
-            self._forget(self.pool.oldest())
+    def flush(self) -> int:
+        """Free every cached block that is not pinned; return how many."""
+        flushed = 0
+        while self.pool.cached > self.pool.pinned_cached:
+            flushed += self._forget(self.pool.oldest())
+        return flushed
+
+    def flush_part(self, part: range, tenant: str) -> int:
+        """Free the cached blocks of a part of the pool that are not pinned, a tenant's or (empty) all; return how many fell free.
+
+        What stands on one of them goes with it.
+        """
+        evictable, tenants = self.pool.evictable, self.index.tenants
+        return sum(self._forget(block) for block in part if evictable(block) and (not tenant or tenants[block] == tenant))
 
     def end_step(self) -> StepMemory:
         """Close the step that was planned: return its copies and the blocks that fell free, and let go of the sources."""
@@ -251,11 +297,16 @@ class Memory:
         self._copies.clear()
         self._freed.clear()
         self._planning = False
-        held = [block for block, references in self._held.items() for _ in range(references)]
+        held = [(block, owner) for block, owners in self._held.items() for owner in owners]
         self._held.clear()
-        for block in held:
-            self._drop(block)
+        for block, owner in held:
+            self._drop(block, owner)
         return step
+
+    def note_preemption(self, owner: object) -> None:
+        """Record that who decides has preempted a request."""
+        if self._records is not None:
+            self._records.append((events.PREEMPTED, NO_BLOCK, owner, None))
 
     def discard(self) -> None:
         """Count every block as freed: the pool is gone, and this memory with it."""
@@ -264,7 +315,7 @@ class Memory:
     # ---------------------------------------------------------------------------------------------------- blocks
 
     def _is_shared(self, block: int) -> bool:
-        return self.pool.references[block] - self._held.get(block, 0) > 1
+        return self.pool.references[block] - len(self._held.get(block, ())) > 1
 
     def _is_settled(self, block: int) -> bool:
         """Whether one sequence alone holds a block, and its content is there already."""
@@ -277,35 +328,70 @@ class Memory:
             return self.index.node(block)  # another holder, forked from the same sequence, has offered it
         if logical > 0 and table.node is None:
             return None
-        return self.index.insert(block, name, table.node, table.lineage.root, tokens, table.lineage.tenant)
+        tenant = table.lineage.tenant
+        node = self.index.insert(block, name, table.node, table.lineage.root, tokens, tenant)
+        if self._records is not None and node is not None and node.block == block:
+            entry = Indexed(name, self.index.parent_of(block), tokens, tenant)
+            self._records.append((events.INDEXED, block, table.owner, entry))
+        return node
 
-    def _allocate(self) -> int:
+    def _allocate(self, owner: object) -> int:
         if self.pool.free == 0:
-            self.counters.evicted_blocks += self._forget(self.pool.oldest())
+            self.counters.evicted_blocks += self._forget(self.pool.oldest(), events.EVICTED)
         self.counters.allocated_blocks += 1
-        return self.pool.take()
+        block = self.pool.take()
+        if self._records is not None:
+            self._records.append((events.ALLOCATED, block, owner, None))
+        return block
 
-    def _clone(self, source: int) -> int:
+    def _share(self, block: int, owner: object) -> None:
+        self.pool.share(block)
+        if self._records is not None:
+            self._records.append((events.SHARED, block, owner, None))
+
+    def _clone(self, source: int, owner: object) -> int:
         """Return a block that this step's copies fill from `source`, of which one reference moves from the caller to the step."""
-        self._held[source] = self._held.get(source, 0) + 1
-        destination = self._allocate()
+        self._held.setdefault(source, []).append(owner)
+        destination = self._allocate(owner)
         self._copies[destination] = source
+        if self._records is not None:
+            self._records.append((events.COPIED, destination, owner, source))
         return destination
 
-    def _drop(self, block: int) -> None:
-        if not self.pool.drop(block):
+    def _drop(self, block: int, owner: object) -> None:
+        last = self.pool.drop(block)
+        if self._records is not None:
+            self._records.append((events.RELEASED, block, owner, None))
+        if not last:
             return
         if self.index.hash_of(block) is None:
             self._free(block)
+            if self._records is not None:
+                self._records.append((events.FREED, block, None, None))
         else:
             self.pool.keep(block, self.now)
 
-    def _forget(self, block: int) -> int:
-        """Take a block out of the index, and what stands on it, which could not be found any more; return how many fell free."""
-        cached = [gone for gone in self.index.remove(block) if self.pool.state(gone) is BlockState.CACHED]
-        for gone in cached:
-            self._free(gone)
-        return len(cached)
+    def _forget(self, block: int, kind: int = events.FLUSHED) -> int:
+        """Take a block out of the index, and what stands on it, which could not be found any more; return how many fell free.
+
+        `kind` is what the record says of those; what is still referenced is told of as flushed.
+        """
+        if self.pool.pins[block]:  # or nothing that stands on it is pinned
+            self.pins.cut(block)
+        doomed = () if self._records is None else self.index.standing_on(block)
+        names = {gone: self.index.hash_of(gone) or b"" for gone in doomed}
+        fell_free = 0
+        for gone in self.index.remove(block):
+            cached = self.pool.state(gone) is BlockState.CACHED
+            if self._records is not None:
+                entry = Unindexed(names[gone], self.index.tenants[gone])
+                self._records.append((kind if cached else events.FLUSHED, gone, None, entry))
+            if cached:
+                fell_free += 1
+                self._free(gone)
+                if self._records is not None and kind != events.EVICTED:
+                    self._records.append((events.FREED, gone, None, None))
+        return fell_free
 
     def _free(self, block: int) -> None:
         self.pool.release(block, self.now)
@@ -322,7 +408,7 @@ class Memory:
             AssertionError: one does not hold.
         """
         checks = self.pool.check_invariants() + self.index.check_invariants()
-        references = dict(self._held)
+        references = {block: len(owners) for block, owners in self._held.items()}
         for key, table in self._tables.items():
             assert table.key == key
             assert 0 <= table.computed <= table.planned, f"sequence {key} computed more than was planned"
@@ -340,7 +426,8 @@ class Memory:
             assert known or state is not BlockState.CACHED, f"cached block {block} can't be found"
             assert not (known and state is BlockState.FREE), f"free block {block} is in the index"
             if known and self.index.filled(block) < self.block_size:
-                assert counted == self._held.get(block, 0), f"block {block} is a tail and referenced"
+                assert counted == len(self._held.get(block, ())), f"block {block} is a tail and referenced"
+        checks += self.pins.check_invariants(self.block_size)
         for destination, source in self._copies.items():
             assert source not in self._copies, f"block {source} is source and destination in one step"
             assert destination != source

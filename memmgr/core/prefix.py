@@ -15,7 +15,7 @@ Knows tokens and block numbers; not references, tables or the order of eviction.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
@@ -91,6 +91,38 @@ class Lineage:
         return self.names[logical]
 
 
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """The nodes of an index and how they hang together: its own arrays, to be read at once, or copies of them."""
+
+    hashes: Sequence[bytes | None]
+    parents: Sequence[bytes | None]
+    tokens: Sequence[bytes | None]
+    tenants: Sequence[str]
+    depths: array[int]
+    hits: array[int]
+    first_child: array[int]
+    next_sibling: array[int]
+    roots: Sequence[int]  # the most recent child of each
+
+    def walk(self, tenant: str, max_depth: int) -> Iterator[int]:
+        """Yield the blocks depth first, a tenant's or (empty) all, down to `max_depth` blocks from the root or (0) to the leaves.
+
+        The domains come in no order that means anything; the children of a node the most recent first.
+        """
+        for root in self.roots:
+            if tenant and self.tenants[root] != tenant:
+                continue
+            ahead = [root]
+            while ahead:
+                block = ahead.pop()
+                if (after := self.next_sibling[block]) != _NONE:
+                    ahead.append(after)
+                yield block
+                if (child := self.first_child[block]) != _NONE and not 0 < max_depth <= self.depths[block] + 1:
+                    ahead.append(child)
+
+
 class PrefixIndex:
     """See the module. `total` blocks of `block_size` tokens."""
 
@@ -108,6 +140,7 @@ class PrefixIndex:
         "_serials",
         "_tokens",
         "depths",
+        "hits",
         "tenants",
     )
 
@@ -122,6 +155,7 @@ class PrefixIndex:
         self._insertions = 0
         self._roots: dict[bytes, int] = {}  # root -> its most recent child
         self.depths: Final = array("I", bytes(4 * total))
+        self.hits: Final = array("Q", bytes(8 * total))  # admissions that used a block since it entered
         self.tenants: Final[list[str]] = [""] * total
         # Children hang in a list, the most recent first, threaded through these.
         self._first_child = array("i", [_NONE]) * total
@@ -135,6 +169,12 @@ class PrefixIndex:
         """Return the hash under which a block is known, or None where it is not in the index."""
         return self._hashes[block]
 
+    def parent_of(self, block: int) -> bytes:
+        """Return the hash that an indexed block hangs on: its parent node's or its root."""
+        parent = self._parents[block]
+        assert parent is not None
+        return parent
+
     def node(self, block: int) -> Node:
         """Return the node of an indexed block, to go on from."""
         assert self._hashes[block] is not None
@@ -146,9 +186,27 @@ class PrefixIndex:
         assert tokens is not None
         return len(tokens) // 4
 
+    def above(self, block: int) -> int:
+        """Return the parent node's block; negative where an indexed block hangs on a root."""
+        return self._above[block]
+
     def entries(self, part: slice) -> tuple[list[bytes | None], list[bytes | None]]:
         """Return for each block of a part the hash by which it is known, and its tokens, 4 bytes each; None where it is not."""
         return self._hashes[part], self._tokens[part]
+
+    def forest(self, *, copied: bool) -> Forest:
+        """Return all nodes. Where they are not `copied`, what was returned is of use only until the index changes."""
+        return Forest(
+            hashes=self._hashes[:] if copied else self._hashes,
+            parents=self._parents[:] if copied else self._parents,
+            tokens=self._tokens[:] if copied else self._tokens,
+            tenants=self.tenants[:] if copied else self.tenants,
+            depths=self.depths[:] if copied else self.depths,
+            hits=self.hits[:] if copied else self.hits,
+            first_child=self._first_child[:] if copied else self._first_child,
+            next_sibling=self._next_sibling[:] if copied else self._next_sibling,
+            roots=tuple(self._roots.values()),
+        )
 
     def match(self, lineage: Lineage, tokens: array[int], limit: int) -> Match:
         """Find the longest known prefix of `tokens[:limit]`: the unbroken run of whole blocks, then a part of one.
@@ -193,12 +251,13 @@ class PrefixIndex:
         self._above[block] = parent_block
         self._serials[block] = self._insertions
         self.depths[block] = 0 if above is None else self.depths[above.block] + 1
+        self.hits[block] = 0
         self.tenants[block] = tenant
         self._hang(block, parent_block, root)
         return self.node(block)
 
-    def remove(self, block: int) -> list[int]:
-        """Forget a block and all that stands on it. Returns them, the deepest first, `block` last."""
+    def standing_on(self, block: int) -> list[int]:
+        """Return an indexed block and all that stands on it, the deepest first, `block` last."""
         doomed = [block]
         for known in doomed:
             child = self._first_child[known]
@@ -206,6 +265,11 @@ class PrefixIndex:
                 doomed.append(child)
                 child = self._next_sibling[child]
         doomed.reverse()
+        return doomed
+
+    def remove(self, block: int) -> list[int]:
+        """Forget a block and all that stands on it. Returns them, the deepest first, `block` last."""
+        doomed = self.standing_on(block)
         for known in doomed:
             self._forget(known)
         return doomed

@@ -75,6 +75,12 @@ class Sequence:
         self.high_water = 0  # tokens that were computed or found in the cache at some time
 
     @property
+    def owner(self) -> tuple[str, str, int]:
+        """What the memory's records call it: tenant, request id, index."""
+        submission = self.request.submission
+        return (submission.tenant, submission.request_id, self.index)
+
+    @property
     def outputs(self) -> int:
         """Output tokens known so far."""
         return len(self.tokens) - self.request.prompt_length
@@ -128,6 +134,7 @@ class Request:
         "first_admitted_at",
         "forked",
         "max_outputs",
+        "most_blocks",
         "preemptions",
         "priority",
         "residence",
@@ -136,9 +143,12 @@ class Request:
         "submission",
     )
 
-    def __init__(self, submission: Submission, lineage: Lineage, max_outputs: int, arrival: int, now: float) -> None:
+    def __init__(
+        self, submission: Submission, lineage: Lineage, max_outputs: int, most_blocks: int, arrival: int, now: float
+    ) -> None:
         self.submission: Final = submission
         self.max_outputs: Final = max_outputs  # of each sequence
+        self.most_blocks: Final = most_blocks  # of all of them together, the prompt's shared
         self.arrival: Final = arrival  # grows with each submission
         self.arrived_at: Final = now
         self.priority = submission.priority  # in force: raised while a more urgent request waits for what this one computes

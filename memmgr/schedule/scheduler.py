@@ -136,6 +136,21 @@ class Scheduler:
         """Slots given up since the last plan: the executor does not know of it yet."""
         return frozenset(self._closed_slots)
 
+    @property
+    def reserve(self) -> int:
+        """Blocks that whoever is admitted next has to leave."""
+        return self._blocks_owed()
+
+    @property
+    def most_pinned(self) -> int:
+        """Blocks that may be pinned at once: so that one as long as the context can run, and each that is here."""
+        most = max((request.most_blocks for request in self._requests.values()), default=0)
+        return max(0, self.memory.pool.total - max(most, self.memory.blocks_for(self.limits.context_length)))
+
+    def lineage(self, tenant: str, salt: str) -> Lineage:
+        """Return the names, none yet, of a prefix in one domain."""
+        return Lineage(self._root_of(tenant, salt), tenant)
+
     def find(self, tenant: str, request_id: str) -> Request | None:
         """Return a live request by the name that its client knows it by."""
         return self._names.get((tenant, request_id))
@@ -169,8 +184,10 @@ class Scheduler:
             return True
         max_outputs = min(room, submission.max_tokens or room)
         self._arrivals += 1
-        lineage = Lineage(self._root_of(submission.tenant, submission.salt), submission.tenant)
-        request = Request(submission, lineage, max_outputs, self._arrivals, now)
+        lineage = self.lineage(submission.tenant, submission.salt)
+        shared = len(submission.prompt) // self.memory.block_size
+        each = self.memory.blocks_for(len(submission.prompt) + max_outputs) - shared
+        request = Request(submission, lineage, max_outputs, shared + each * submission.samples, self._arrivals, now)
         self._requests[submission.key] = request
         self._names[name] = request
         insort(self._waiting, request, key=_rank)
@@ -186,7 +203,7 @@ class Scheduler:
             return room
         memory = self.memory
         shared = prompt // memory.block_size
-        each = (memory.pool.total - shared) // submission.samples
+        each = (memory.pool.total - memory.pool.pinned - shared) // submission.samples
         return min(room, (shared + each) * memory.block_size - prompt)
 
     def cancel(self, key: RequestKey, code: EndCode, message: str, now: float) -> bool:
@@ -217,6 +234,7 @@ class Scheduler:
         self._in_flight.clear()
         for request in list(self._requests.values()):
             self._end(request, code, message, now)
+        self.memory.pins.clear()
         self.memory.flush()
 
     def take_events(self) -> list[Event]:
@@ -277,7 +295,7 @@ class Scheduler:
             request.state = State.RUNNING
             request.forked = len(live) == 1
             request.residence += 1
-            trunk.table = self.memory.admit(trunk.key, trunk.lineage, admission)
+            trunk.table = self.memory.admit(trunk.key, trunk.lineage, admission, trunk.owner)
             for sequence in live:
                 sequence.slot = heappop(self._free_slots)
             if self.memory.prefix_cache:
@@ -294,7 +312,7 @@ class Scheduler:
         if not self._forming:
             return False
         lineage, tokens = request.trunk.lineage, request.trunk_tokens
-        leader = self._forming.follow(request, lineage, tokens, self.memory.cached_blocks(lineage, tokens))
+        leader = self._forming.follow(request, lineage, tokens, len(self.memory.plan_match(lineage, tokens).blocks))
         if leader is None:
             return False
         del self._waiting[0]
@@ -385,7 +403,7 @@ class Scheduler:
         request.forked = True
         trunk, *others = request.live
         for sequence in others:
-            sequence.table = self.memory.fork(trunk.key, sequence.key)
+            sequence.table = self.memory.fork(trunk.key, sequence.key, sequence.owner)
             sequence.lineage = sequence.table.lineage
             sequence.high_water = max(sequence.high_water, request.prompt_length)
 
@@ -394,6 +412,7 @@ class Scheduler:
         assert request not in draft.opened, "a request was admitted without the blocks for its prompt"
         for sequence in request.sequences:
             draft.budget += draft.counts.pop(sequence, 0)
+        self.memory.note_preemption(request.trunk.owner)
         self._leave(request)
         request.state = State.WAITING
         request.preemptions += 1

@@ -71,6 +71,12 @@ def test_a_bad_variable_is_as_bad_as_a_flag(capsys: pytest.CaptureFixture[str], 
         ["generate"],
         ["generate", "--system", "be brief", "hello"],
         ["sequences", "--request-id", "a", "--state", "decode"],
+        ["probe"],
+        ["probe", "--text", "a", "--ids", "1"],
+        ["probe", "--ids", "1,x"],
+        ["pins", "--unpin", "a", "--ids", "1"],
+        ["events", "--kind", "lost"],
+        ["explain", "-1"],
         ["health", "database"],
     ],
 )
@@ -87,7 +93,21 @@ def test_a_model_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", [["pool"], ["sequences"], ["blocks"], ["verify"], ["cancel", "a"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["pool"],
+        ["sequences"],
+        ["blocks"],
+        ["verify"],
+        ["cancel", "a"],
+        ["prefixes"],
+        ["events"],
+        ["explain", "1"],
+        ["probe", "--ids", "1"],
+        ["pins"],
+    ],
+)
 def test_no_server(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     status, line = said(capsys, *command, "--admin-server", "127.0.0.1:1")
     assert status == 1

@@ -7,7 +7,7 @@ from google.protobuf import json_format
 from rich.console import Console
 
 from cli.calls import plain
-from cli.tables import show_blocks, show_pool, show_sequences
+from cli.tables import show_blocks, show_event, show_pins, show_pool, show_prefixes, show_probe, show_sequences
 from kilburn.v1 import admin_pb2, inference_pb2
 
 POOL = admin_pb2.Pool(
@@ -90,3 +90,16 @@ def test_colours_only_on_a_terminal() -> None:
     console, out = printed("standard")
     show_sequences([SEQUENCE], console)
     assert "\x1b[" in out.getvalue()
+
+
+def test_prefixes_events_probes_and_pins_for_people() -> None:
+    console, out = printed()
+    nodes = [admin_pb2.PrefixNode(prefix_hash=b"\x01" * 16), admin_pb2.PrefixNode(prefix_hash=b"\x02" * 16, depth=1, pinned=True)]
+    show_prefixes(nodes, console)
+    event = admin_pb2.Event(cursor=9, kind=admin_pb2.EVENT_KIND_COPIED, block=0, source=3, request_id="[b]", tenant="t", lost=2)
+    show_event(event, console)
+    show_probe(admin_pb2.ProbeResponse(fits_now=True, evicted_blocks=[4, 5]), console)
+    show_pins([admin_pb2.Pin(pin_id="a-1", tokens=32, blocks=2), admin_pb2.Pin(expires_in_seconds=2)], console)
+    text = out.getvalue()
+    for part in ("  02020202", "copied", "from 3", "t/[b]/0", "2 events before it are lost", "4, 5", "never", "in 2.0 s"):
+        assert part in text

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from memmgr.core.events import Record
 from memmgr.core.memory import Memory, MemoryCounters
 from memmgr.core.prefix import root_hash
 from memmgr.schedule.plans import (
@@ -214,10 +215,12 @@ class World:
         context_length: int | None = None,
         vocabulary: int = 50,
         prefix_cache: bool = True,
+        records: list[Record] | None = None,
     ) -> None:
         self.vocabulary = vocabulary
+        self.records = records
         self.limits = Limits(max_running, max_waiting, max_step_tokens, context_length or blocks * block_size)
-        self.memory = Memory(blocks, block_size, prefix_cache=prefix_cache, counters=MemoryCounters())
+        self.memory = Memory(blocks, block_size, prefix_cache=prefix_cache, counters=MemoryCounters(), records=records)
         self.scheduler = Scheduler(
             self.memory, self.limits, lambda tenant, salt: root_hash("model", tenant, salt), ScheduleCounters()
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import grpc
@@ -15,16 +15,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kilburn.config import Address
 from kilburn.errors import StartError
+from kilburn.limits import MAX_WATCHERS
 from kilburn.v1 import admin_pb2 as admin
 from kilburn.v1 import admin_pb2_grpc
 from kilburn.v1 import engine_pb2 as engine
 from memmgr.admin import AdminServer
+from memmgr.core.events import RELEASED
 from memmgr.core.prefix import Lineage, root_hash
 from memmgr.schedule.scheduler import Scheduler
 from memmgr.views import block_pages, snapshot_blocks
 from tests.memmgr.conftest import House
 from tests.memmgr.memmgr_messages import submit
 from tests.memmgr.memmgr_peers import PATIENCE_SECONDS, Background, Executor, Gateway
+from tests.memmgr.memmgr_rebuild import Rebuilt
 
 MIB = 1024 * 1024
 
@@ -182,6 +185,148 @@ def test_blocks_and_what_is_asked_of_them(stub: admin_pb2_grpc.AdminStub, house:
     assert list_blocks(stub, first=2**32 - 1, limit=2**32 - 1) == []
 
 
+# ------------------------------------------------------------------------------------------------------------ events
+
+
+def most_ended(gateway: Gateway, count: int) -> bool:
+    return len(gateway.ends) > count
+
+
+class Watch:
+    """A stream of events, read up to a cursor at a time."""
+
+    def __init__(self, stub: admin_pb2_grpc.AdminStub, request: admin.WatchEventsRequest) -> None:
+        self.stream = stub.WatchEvents(request, timeout=60)
+        self.read: list[admin.Event] = []
+
+    def up_to(self, cursor: int) -> list[admin.Event]:
+        while not self.read or self.read[-1].cursor < cursor:
+            page = next(self.stream)
+            assert page.events
+            assert page.ByteSize() < MIB
+            self.read.extend(page.events)
+        told = [event for event in self.read if event.cursor <= cursor]
+        del self.read[: len(told)]
+        return told
+
+
+def test_events_from_a_snapshot_rebuild_the_blocks_while_steps_go_on(stub: admin_pb2_grpc.AdminStub, house: House) -> None:
+    executor, gateway = house.executor(total_blocks=32), house.gateway()
+    working = Background(executor)
+    gateway.send(submit(0, prompt_ids=[9] * 11, max_tokens=50))
+    gateway.until(lambda: gateway.tokens.get(0), "a token")
+    rebuilt = Rebuilt(stub.ListBlocks(admin.ListBlocksRequest(), timeout=PATIENCE_SECONDS))
+    watch = Watch(stub, admin.WatchEventsRequest(cursor=rebuilt.cursor))
+    handle = 0
+    while handle < 60:
+        handle += 1
+        gateway.send(submit(handle, prompt_ids=[handle % 3] * (1 + handle % 40), max_tokens=1 + handle % 17))
+        if handle % 12 == 0:
+            gateway.until(partial(most_ended, gateway, handle - 8), "most of the ends")
+            pages = list(stub.ListBlocks(admin.ListBlocksRequest(), timeout=PATIENCE_SECONDS))
+            rebuilt.follow(watch.up_to(pages[0].cursor))
+            rebuilt.check(pages)
+    gateway.until(lambda: len(gateway.ends) == 61, "the ends")
+    working.stop()
+    pages = list(stub.ListBlocks(admin.ListBlocksRequest(), timeout=PATIENCE_SECONDS))
+    assert pages[0].cursor == get_pool(stub).cursor
+    assert next(stub.ListSequences(admin.ListSequencesRequest(), timeout=PATIENCE_SECONDS)).cursor == pages[0].cursor
+    rebuilt.follow(watch.up_to(pages[0].cursor))
+    rebuilt.check(pages)
+    executor.lose()  # a new pool
+    executor.connect()
+    pages = list(stub.ListBlocks(admin.ListBlocksRequest(), timeout=PATIENCE_SECONDS))
+    rebuilt.follow(watch.up_to(pages[0].cursor))
+    rebuilt.check(pages)
+    assert {block.state for page in pages for block in page.blocks} == {admin.BLOCK_STATE_FREE}
+
+
+def test_what_a_watcher_asks_for(stub: admin_pb2_grpc.AdminStub, house: House) -> None:
+    working = Background(house.executor())
+    gateway = house.gateway()
+    gateway.send(submit(1, prompt_ids=range(10), max_tokens=1, tenant="a"))
+    gateway.wait_end(1)
+    last = get_pool(stub).cursor
+    oldest = Watch(stub, admin.WatchEventsRequest(from_oldest=True)).up_to(last)
+    assert [event.cursor for event in oldest] == list(range(1, last + 1))
+    assert oldest[0].kind == admin.EVENT_KIND_STARTED
+    assert {event.memmgr_incarnation for event in oldest} == {f"{house.engine.incarnation:016x}"}
+    now = Watch(stub, admin.WatchEventsRequest())
+    kinds = [admin.EVENT_KIND_INDEXED, admin.EVENT_KIND_FREED]
+    indexed = Watch(stub, admin.WatchEventsRequest(cursor=1, kinds=kinds)).stream
+    assert [event.cursor for event in next(indexed).events] == [e.cursor for e in oldest if e.kind == admin.EVENT_KIND_INDEXED]
+    assert [list(e.token_ids) for e in oldest if e.kind == admin.EVENT_KIND_INDEXED] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    time.sleep(0.2)  # until both watch
+    gateway.send(submit(2, prompt_ids=[7], max_tokens=1))
+    gateway.wait_end(2)
+    working.stop()
+    new = now.up_to(get_pool(stub).cursor)
+    assert [event.cursor for event in new] == list(range(last + 1, last + 1 + len(new)))
+    assert {event.kind for event in next(indexed).events} == {admin.EVENT_KIND_INDEXED}
+    with pytest.raises(grpc.RpcError) as raised:
+        Watch(stub, admin.WatchEventsRequest(cursor=10**6)).up_to(1)
+    assert raised.value.code() is grpc.StatusCode.OUT_OF_RANGE
+
+
+def test_watchers_are_bounded_and_their_places_are_free_once_they_go(stub: admin_pb2_grpc.AdminStub, house: House) -> None:
+    house.executor()
+    request = admin.WatchEventsRequest(from_oldest=True)
+    for _ in range(2):
+        watchers = [Watch(stub, request) for _ in range(MAX_WATCHERS)]
+        for watcher in watchers:
+            watcher.up_to(1)
+        with pytest.raises(grpc.RpcError) as raised:
+            Watch(stub, request).up_to(1)
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for watcher in watchers:
+            watcher.stream.cancel()
+        until(lambda: stub_takes_a_watcher(stub, request))
+
+
+def stub_takes_a_watcher(stub: admin_pb2_grpc.AdminStub, request: admin.WatchEventsRequest) -> bool:
+    watcher = Watch(stub, request)
+    try:
+        watcher.up_to(1)
+    except grpc.RpcError:
+        return False
+    watcher.stream.cancel()
+    time.sleep(0.2)  # all have gone by then
+    return True
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_watcher_that_does_not_read_hears_what_it_lost(stub: admin_pb2_grpc.AdminStub, house: House) -> None:
+    working = Background(house.executor(total_blocks=512, block_size=1, context_length=400))
+    slow = stub.WatchEvents(admin.WatchEventsRequest(from_oldest=True), timeout=60)
+    assert next(slow).events[0].cursor == 1
+    for part in range(40):
+        house.ask(partial(flood, house, 20_000, part))
+    last = get_pool(stub).cursor
+    cursor, lost, size = 1, 0, 0
+    while cursor < last:
+        page = next(slow)
+        assert page.ByteSize() < MIB
+        for event in page.events:
+            assert event.cursor == cursor + 1 + event.lost
+            cursor, lost = event.cursor, lost + event.lost
+        size += len(page.events)
+    assert lost > 100_000
+    assert lost + size == last - 1
+    working.stop()
+
+
+def flood(house: House, count: int, part: int) -> None:
+    """Have many events."""
+    house.engine._records.extend((RELEASED, block % 512, ("tenant", f"request-{part}", 0), None) for block in range(count))
+    house.engine.take_events()
+
+
 # ------------------------------------------------------------------------------------------------------------ acting
 
 
@@ -331,7 +476,7 @@ def test_readers_that_go_away_do_no_harm(stub: admin_pb2_grpc.AdminStub, house: 
 
 def test_what_is_not_built_says_so(stub: admin_pb2_grpc.AdminStub) -> None:
     with pytest.raises(grpc.RpcError) as raised:
-        stub.Probe(admin.ProbeRequest(), timeout=PATIENCE_SECONDS)
+        stub.SetQuota(admin.Quota(), timeout=PATIENCE_SECONDS)
     assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 

@@ -71,6 +71,8 @@ class MemoryMachine(RuleBasedStateMachine):
         self.known: dict[tuple[bytes, Prefix], int] = {}
         self.held: list[int] = []  # sources of this step's copies, in the order in which they were taken
         self.planning = False  # something was admitted or has grown in this step
+        self.pins: dict[int, tuple[list[int], float]] = {}  # number -> blocks, end
+        self.clock = 0.0
 
     # ------------------------------------------------------------------------------------------------- the rules
 
@@ -87,7 +89,7 @@ class MemoryMachine(RuleBasedStateMachine):
         admission = self.memory.plan_admission(lineage, array("I", prompt), reserve)
         live = self.live()
         needed = -(-(len(prompt) + 1) // self.size) - len(whole)
-        room = self.total - len(live | set(whole)) - reserve
+        room = self.total - len(live | set(whole) | self.pinned()) - reserve
         assert (admission is not None) == (needed <= room)
         if admission is None:
             return
@@ -123,7 +125,7 @@ class MemoryMachine(RuleBasedStateMachine):
         shared = bool(sequence.planned % self.size) and self.holders(table.blocks[-1]) > 1
         new = -(-length // self.size) - len(table.blocks) + shared
         growth = self.memory.plan_growth(table, count)
-        assert (growth is not None) == (new <= self.total - len(self.live()))
+        assert (growth is not None) == (new <= self.total - len(self.live() | self.pinned()))
         if growth is None:
             return
         assert growth.clone == shared
@@ -160,7 +162,7 @@ class MemoryMachine(RuleBasedStateMachine):
         sequence = self.sequences.pop(key)
         self.memory.release(key, array("I", sequence.tokens))
         self.look()
-        cached = set(self.known.values()) - self.live()
+        cached = set(self.known.values()) - self.live() - self.pinned()
         self.order += [block for block in reversed(blocks) if block in cached]
 
     @precondition(lambda self: self.sequences or self.held)  # or a machine without sequences does little else
@@ -195,10 +197,68 @@ class MemoryMachine(RuleBasedStateMachine):
             sequence.writes.clear()
             sequence.sent = sequence.planned
         held, self.held = self.held, []
-        cached = set(self.known.values()) - self.live()
+        cached = set(self.known.values()) - self.live() - self.pinned()
         self.order += [block for block in dict.fromkeys(held) if block in cached and block not in self.order]
 
+    @precondition(lambda self: self.known and len(self.pinned()) <= self.total // 2)
+    @rule(which=st.integers(0, 20), more=BITS, lasts=st.sampled_from([float("inf"), 1.0, 2.0, 5.0]))
+    def pin(self, which: int, more: list[int], lasts: float) -> None:
+        root, prefix = sorted(self.known)[which % len(self.known)]
+        tokens = [*prefix, *more]
+        whole, end = [], self.size
+        while end <= len(tokens) and (root, tuple(tokens[:end])) in self.known:
+            whole.append(self.known[root, tuple(tokens[:end])])
+            end += self.size
+        blocks = self.memory.pins.pinnable(Lineage(root, "tenant"), array("I", tokens))
+        assert list(blocks) == whole
+        if not blocks:
+            return
+        assert self.memory.pins.new_blocks(blocks) == len(set(whole) - self.pinned())
+        pin = self.memory.pins.pin(blocks, "tenant", self.clock + lasts)
+        self.pins[pin.number] = whole, self.clock + lasts
+        self.order = [block for block in self.order if block not in whole]
+
+    @precondition(lambda self: self.pins)
+    @rule(which=WHICH)
+    def unpin(self, which: int) -> None:
+        number = sorted(self.pins)[which % len(self.pins)]
+        assert self.memory.pins.unpin(number)
+        assert not self.memory.pins.unpin(number)
+        self.let_go(number)
+
+    @precondition(lambda self: self.pins)
+    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0]))
+    def expire(self, seconds: float) -> None:
+        self.clock += seconds
+        self.memory.pins.expire(self.clock)
+        for number in [number for number, (_, end) in self.pins.items() if end <= self.clock]:
+            self.let_go(number)
+
+    @precondition(lambda self: self.order)
+    @rule(part=st.sampled_from([True, False, False]))
+    def flush(self, part: bool) -> None:
+        """All that is cached and not pinned, or in some blocks: with what stands on it."""
+        blocks = range(self.total // 2) if part else range(self.total)
+        prefixes = {block: key for key, block in self.known.items()}
+        gone: set[int] = set()
+        for root, prefix in (prefixes[block] for block in self.order if block in blocks):
+            gone |= {b for b in self.order if prefixes[b][0] == root and self.stands_on(prefixes[b][1], prefix)}
+        flushed = self.memory.flush_part(blocks, "") if part else self.memory.flush()
+        assert flushed == len(gone)
+        self.order = [block for block in self.order if block not in gone]
+
     # ------------------------------------------------------------------------------------------------- the model
+
+    def stands_on(self, prefix: Prefix, above: Prefix) -> bool:
+        return prefix == above or (len(above) % self.size == 0 and prefix[: len(above)] == above)
+
+    def pinned(self) -> set[int]:
+        return {block for blocks, _ in self.pins.values() for block in blocks}
+
+    def let_go(self, number: int) -> None:
+        """Forget a pin: what no other holds can be evicted, the tail first, after all others."""
+        blocks, _ = self.pins.pop(number)
+        self.order += [block for block in reversed(blocks) if block not in self.live() | self.pinned()]
 
     def pick(self, which: int) -> int:
         return sorted(self.sequences)[which % len(self.sequences)]
@@ -239,7 +299,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def evict(self, allocated: int, live: set[int]) -> None:
         """Take `allocated` blocks: where none is free the oldest goes, and what stands on it."""
         prefixes = {block: key for key, block in self.known.items()}
-        free = self.total - len(live) - len(self.order)
+        free = self.total - len(live | self.pinned()) - len(self.order)
         for _ in range(allocated):
             if free == 0:
                 victim = self.order[0]
@@ -278,12 +338,16 @@ class MemoryMachine(RuleBasedStateMachine):
         memory = self.memory
         memory.check_invariants()
         self.look()
-        live = self.live()
+        live, pinned = self.live(), self.pinned()
+        cached = len(self.order) + len(pinned - live)
         assert list(memory.pool.eviction_order()) == self.order
+        assert {pin.number: (pin.blocks, pin.expires_at) for pin in memory.pins} == self.pins
+        assert memory.pool.pinned == len(pinned)
         for block in range(self.total):
-            expected = BlockState.LIVE if block in live else BlockState.CACHED if block in self.order else BlockState.FREE
+            kept = block in self.order or block in pinned
+            expected = BlockState.LIVE if block in live else BlockState.CACHED if kept else BlockState.FREE
             assert memory.pool.state(block) is expected
-        assert (memory.pool.live, memory.pool.cached) == (len(live), len(self.order))
+        assert (memory.pool.live, memory.pool.cached) == (len(live), cached)
         assert memory.pool.free + memory.pool.live + memory.pool.cached == self.total
         for key, sequence in self.sequences.items():
             table = memory.tables[key]
@@ -296,7 +360,7 @@ class MemoryMachine(RuleBasedStateMachine):
             if any((sequence.root, prefix) not in self.known for prefix in prefixes[: table.committed]):
                 sequence.orphaned = True
         counters = memory.counters
-        assert counters.allocated_blocks - counters.freed_blocks == len(live) + len(self.order)
+        assert counters.allocated_blocks - counters.freed_blocks == len(live) + cached
         if not memory.prefix_cache:
             assert not self.known
             assert not self.order

@@ -67,10 +67,11 @@ TURNS = st.integers(0, 4**60).map(lambda bits: [["submit", "plan", "plan", "resu
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
-    """Worlds in which each request fits alone (most of them), and few fit together."""
+def worlds(draw: st.DrawFn, records: bool = False) -> World:
+    """Worlds in which each request fits alone (most of them), and few fit together; with records where they are wanted."""
     block_size = draw(st.integers(1, 5))
-    blocks = -(-26 // block_size) + draw(st.sampled_from([0, 0, 1, 3, 8]))
+    spare = draw(st.sampled_from([0, 0, 2])) if records else 0  # blocks beyond the longest request: they may be pinned
+    blocks = -(-26 // block_size) + draw(st.sampled_from([0, 0, 1, 3, 8])) + spare
     max_running = draw(st.integers(1, 6))
     return World(
         blocks=blocks,
@@ -78,9 +79,10 @@ def worlds(draw: st.DrawFn) -> World:
         max_running=max_running,
         max_waiting=draw(st.sampled_from([16, 16, 3])),
         max_step_tokens=max_running + draw(st.integers(0, 16)),
-        context_length=blocks * block_size - draw(st.sampled_from([0, 0, 1, 3])),
+        context_length=(blocks - spare) * block_size - draw(st.sampled_from([0, 0, 1, 3])),
         vocabulary=12,
         prefix_cache=draw(st.sampled_from([True, True, True, False])),
+        records=[] if records else None,
     )
 
 
