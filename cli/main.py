@@ -34,6 +34,7 @@ _COMMANDS: Final = {
     "blocks": "cli.admin",
     "verify": "cli.admin",
     "cancel": "cli.admin",
+    "simulate": "cli.simulate",
     "health": "cli.health",
 }
 

@@ -5,8 +5,8 @@
     contiguous-pow2     one run for the prompt and the next power of two of the true output, at most twice as much
     contiguous-oracle   one run for the prompt and the true output, as if it were known
 
-The contiguous ones are Orca's as Kwon et al. (2023, section 6.1) compare with, each from a buddy allocator; a request keeps its run
-from its admission to its end.
+The contiguous ones are Orca's as Kwon et al. (2023, section 6.1) compare with, each from a buddy allocator; a request keeps its
+run from its admission to its end.
 """
 
 from __future__ import annotations

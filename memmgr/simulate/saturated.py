@@ -7,8 +7,8 @@ the trace, when nobody waits any more, nothing is. In Kwon et al.'s terms (2023,
     utilization               a token's, of a live sequence; of several that share a block, once
     reserved                  held by a sequence that will write to it before it ends
     internal_fragmentation    held by a sequence that will never write to it, which only its end shows
-    external_fragmentation    lost to contiguity: what a run was rounded up by, known before its request began; and free slots that
-                              would be enough for the request that waits, but lie in pieces
+    external_fragmentation    lost to contiguity: what a run was rounded up by, known before its request began; and free slots
+                              that would be enough for the request that waits, but lie in pieces
     free                      nobody's, or cached; too few, if a request waits
 
 Blocks need no contiguity: paged memory has no external fragmentation.

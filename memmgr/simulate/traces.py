@@ -5,7 +5,7 @@
     mooncake    JSON lines with `input_length`, `output_length` and `hash_ids`: Mooncake's traces; an id names a block of 512
                 tokens and all before it, so that prompts which begin with the same ids begin with the same tokens
 
-The format is told by a file's first line, compression by its first bytes. Times of arrival are not read: queues here are saturated.
+The format is told by a file's first line, compression by its first bytes. Times of arrival are not read: queues are saturated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TraceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request. `prefix` has an id for each MOONCAKE_BLOCK tokens of the prompt, the last one perhaps for fewer; else it is empty."""
+    """One request. `prefix` has an id for each MOONCAKE_BLOCK tokens of the prompt, the last perhaps for fewer; or it is empty."""
 
     prompt_tokens: int
     output_tokens: int
@@ -62,7 +62,7 @@ def survey(requests: Iterable[TraceRequest]) -> Survey:
     count, longest, has_prefixes = 0, 0, False
     for request in requests:
         count += 1
-        longest = max(longest, request.prompt_tokens + request.output_tokens)
+        longest = max(longest, request.prompt_tokens + max(1, request.output_tokens))
         has_prefixes = has_prefixes or bool(request.prefix)
     return Survey(count, longest, has_prefixes)
 
@@ -76,8 +76,7 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
     try:
         with path.open("rb") as file:
             compressed = file.read(len(_GZIP)) == _GZIP
-        opened: TextIO = gzip.open(path, "rt", encoding="utf-8-sig") if compressed else path.open(encoding="utf-8-sig")
-        with opened as text:
+        with gzip.open(path, "rt", encoding="utf-8-sig") if compressed else path.open(encoding="utf-8-sig") as text:
             yield from parse_trace(_lines(text), str(path))
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: is no text") from error
@@ -131,7 +130,9 @@ def _format_of(first: str) -> tuple[Callable[[str], TraceRequest], bool]:
         return _pair, True
     if header == _AZURE_HEADER:
         return _azure, True
-    raise ValueError(f"no known trace begins so; known are CSV with {_PAIRS_HEADER!r} or {_AZURE_HEADER!r}, and Mooncake's JSON lines")
+    raise ValueError(
+        f"no known trace begins so; known are CSV with {_PAIRS_HEADER!r} or {_AZURE_HEADER!r}, and Mooncake's JSON lines"
+    )
 
 
 def _pair(line: str) -> TraceRequest:
@@ -161,7 +162,7 @@ def _mooncake(line: str) -> TraceRequest:
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"no JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise ValueError("no JSON object")  # noqa: TRY004 - the caller's one kind of error
+        raise ValueError("no JSON object")
     prompt_tokens = _in_range(_integer(fields, "input_length"), "input_length", 1)
     output_tokens = _in_range(_integer(fields, "output_length"), "output_length", 0)
     ids = fields.get("hash_ids")
