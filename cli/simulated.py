@@ -54,6 +54,9 @@ def show_reports(reports: Sequence[Report], title: str, console: Console | None 
     first, *others = reports
     if first.block_hit_rate or first.evictions:
         console.print(f"\n{first.block_hit_rate:.1%} of the prompts' blocks were found; {first.evictions:,} blocks were evicted")
+    for report in reports:
+        if not report.mean_running:
+            console.print(f"\n{report.policy}: no request ever waited; the shares are means over the steps in which one does")
     if others:
         times = ", ".join(f"{first.mean_running / max(other.mean_running, 1e-9):.1f} ({other.policy})" for other in others)
         console.print(f"\n{first.policy} runs so many times as many requests at once: {times}")

@@ -1,8 +1,8 @@
 """A buddy allocator: runs of contiguous slots, each a power of two long and aligned to its length (Knowlton 1965; Knuth 2.5).
 
 A free run is split in halves until it is as short as may be; two free halves of the same run join again at once. A number of
-slots that is no power of two is laid out as the powers that it is made of, the longest first: 15,696 = 8,192 + 4,096 + 2,048 + ...
-Each is aligned to its length there, and none has a buddy within the pool, so that they never join.
+slots that is no power of two is laid out as the powers that it is made of, the longest first: 15,696 = 8,192 + 4,096 + 2,048 +
+1,024 + 256 + 64 + 16. Each is aligned to its length there, and none has a buddy within the pool, so that they never join.
 
 Knows slots; not what lies in them.
 """

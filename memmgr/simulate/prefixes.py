@@ -2,7 +2,8 @@
 
 Each prompt is admitted, computed and released before the next one comes, so the whole pool is its cache. Whole blocks only: a
 prompt's last block, where it is partly filled, is asked for and never found, nor kept. Outputs are left out: no trace says what
-they were, nor which later prompt has them.
+they were, nor which later prompt has them. (A server finds one block less where a prompt ends with a block and is known whole: it
+computes the last token for its logits.)
 
 The hit rate is blocks found over blocks that the prompts take up, the partly filled ones included.
 """
@@ -16,12 +17,9 @@ from math import gcd
 from typing import Final
 
 from memmgr.core.memory import Admission, Memory, MemoryCounters
-from memmgr.core.prefix import Lineage, Match, root_hash
+from memmgr.core.prefix import Lineage, root_hash
 from memmgr.simulate.saturated import Report, Slots
 from memmgr.simulate.traces import MOONCAKE_BLOCK, TraceRequest
-
-#: Ends a prompt that would end with a whole block: one more token, so that all of its blocks may be found.
-_END: Final = (1 << 32) - 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ class OneByOne:
         memory, size = self.memory, self.memory.block_size
         length = len(prompt.tokens)
         blocks = length // size
-        if blocks >= memory.pool.total:  # and one for the rest
+        if blocks > memory.pool.total:
             self.hits.refused += 1
             return 0
         self.hits.prompts += 1
@@ -91,13 +89,12 @@ class OneByOne:
             return 0
         lineage = Lineage(self._root, "")
         memory.now = float(self.hits.prompts)
-        admission = memory.plan_admission(lineage, prompt.tokens + array("I", [_END]), 0)
-        assert admission is not None, "one prompt alone fits"
-        found = len(admission.match.blocks)
+        match = memory.index.match(lineage, prompt.tokens, length)
+        found = len(match.blocks)
         key = self.hits.prompts
-        table = memory.admit(key, lineage, Admission(Match(admission.match.blocks), found * size))
+        table = memory.admit(key, lineage, Admission(match.without_tail(), found * size))
         growth = memory.plan_growth(table, length - table.planned)
-        assert growth is not None
+        assert growth is not None, "one prompt alone fits"
         memory.grow(growth)
         memory.end_step()
         self.slots.steps += 1

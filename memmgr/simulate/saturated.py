@@ -246,7 +246,7 @@ class _Run:
         steps = max_waste = 0
         self._feed()
         while (plan := scheduler.plan(float(steps))) is not None:
-            steps += 1
+            steps += bool(plan.chunks)  # the last plan only closes
             if scheduler.waiting:
                 slots.steps += 1
                 slots.running += len(scheduler.running)

@@ -41,7 +41,7 @@ class TraceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request. `prefix` has an id for each MOONCAKE_BLOCK tokens of the prompt, the last perhaps for fewer; or it is empty."""
+    """One request. `prefix` has an id for each MOONCAKE_BLOCK tokens of the prompt, the last perhaps for fewer; or is empty."""
 
     prompt_tokens: int
     output_tokens: int
