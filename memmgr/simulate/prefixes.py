@@ -137,31 +137,3 @@ def simulate_one_by_one(
         preemptions=0,
         max_waste_tokens=0,
     )
-
-
-# ---------------------------------------------------------------------------------------------------- bounds
-
-
-def unbounded(prompts: Iterable[Prompt], size: int) -> Hits:
-    """Return the hits of a cache that never forgets; `size` in granules."""
-    known: dict[tuple[int, bytes], int] = {}
-    hits = Hits()
-    for prompt in prompts:
-        hits.prompts += 1
-        hits.asked += prompt.asked
-        finding = True
-        for node, new in nodes_of(prompt, size, known):
-            assert node >= 0
-            finding = finding and not new
-            hits.found += finding
-    return hits
-
-
-def nodes_of(prompt: Prompt, size: int, known: dict[tuple[int, bytes], int]) -> Iterator[tuple[int, bool]]:
-    """Yield the number of each whole block's prefix in a tree that grows in `known`, and whether it is new."""
-    above = -1
-    for start in range(0, len(prompt.tokens), size):
-        name = (above, prompt.tokens[start : start + size].tobytes())
-        new = name not in known
-        above = known.setdefault(name, len(known))
-        yield above, new

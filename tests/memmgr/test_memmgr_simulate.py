@@ -16,8 +16,9 @@ from hypothesis import given, settings
 
 from memmgr.core.memory import Memory, MemoryCounters
 from memmgr.simulate import saturated
+from memmgr.simulate.eviction import unbounded
 from memmgr.simulate.policies import Policy, reservation
-from memmgr.simulate.prefixes import OneByOne, Prompt, cache, prompts_of, simulate_one_by_one, unbounded
+from memmgr.simulate.prefixes import OneByOne, Prompt, cache, prompts_of, simulate_one_by_one
 from memmgr.simulate.saturated import NeverFitsError, Report, Setup, prompt_of, simulate
 from memmgr.simulate.traces import MOONCAKE_BLOCK, TraceRequest, read_trace
 
