@@ -2,11 +2,11 @@
 
     python -m benchmarks.simulation --data FOLDER [--json] [--svg FILE] [--limit REQUESTS]
 
-1. ShareGPT's lengths in 15,700 slots, as in Figure 2 of Kwon et al. (2023): what the slots were good for under each policy, and how
-   many requests ran at once.
+1. ShareGPT's lengths in 15,700 slots, as in Figure 2 of Kwon et al. (2023): what the slots were good for under each policy, and
+   how many requests ran at once.
 2. The same lengths, paged, in blocks of 1 to 256 tokens: slots wasted, against entries of the block tables.
-3. Mooncake's prompts one by one: the share of their blocks that caches of several sizes find, evicting by recency (the core's order)
-   and by other orders, beside what no order could beat and what a cache finds that never forgets.
+3. Mooncake's prompts one by one: the share of their blocks that caches of several sizes find, evicting by recency (the core's
+   order) and by other orders, beside what no order could beat and what a cache finds that never forgets.
 
 All requests take about five minutes on one core; --limit takes the first of each trace, and the means get rougher.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -80,13 +80,17 @@ class HitRates:
     unbounded: float
 
 
+def _mover(progress: Progress, name: str, total: int) -> Callable[[int], None]:
+    task = progress.add_task(name, total=total)
+    return lambda done: progress.update(task, completed=done)
+
+
 def policies(trace: Sequence[TraceRequest], progress: Progress) -> list[Report]:
     """Run the lengths under each policy."""
     reports = []
     for policy in Policy:
-        task = progress.add_task(policy, total=len(trace))
         setup = Setup(policy, _NUM_BLOCKS, _BLOCK_SIZE, _CONTEXT, _MAX_RUNNING, _MAX_STEP_TOKENS)
-        reports.append(simulate(setup, trace, lambda done, task=task: progress.update(task, completed=done)))
+        reports.append(simulate(setup, trace, _mover(progress, policy, len(trace))))
     return reports
 
 
@@ -94,9 +98,8 @@ def block_sizes(trace: Sequence[TraceRequest], progress: Progress) -> list[Block
     """Run the lengths, paged, in blocks of each size."""
     points = []
     for size in _BLOCK_SIZES:
-        task = progress.add_task(f"blocks of {size}", total=len(trace))
         setup = Setup(Policy.PAGED, _NUM_BLOCKS * _BLOCK_SIZE // size, size, _CONTEXT, _MAX_RUNNING, _MAX_STEP_TOKENS)
-        report = simulate(setup, trace, lambda done, task=task: progress.update(task, completed=done))
+        report = simulate(setup, trace, _mover(progress, f"blocks of {size}", len(trace)))
         entries = (1 - report.free) * setup.num_blocks / max(report.mean_running, 1e-9)
         wasted = report.reserved + report.internal_fragmentation
         points.append(BlockSize(size, wasted, report.free, report.mean_running, entries, entries * _ENTRY_BYTES))
@@ -159,8 +162,12 @@ def main(data: Path, as_json: bool, svg: Path | None, limit: int | None) -> None
         reports = policies(lengths, progress)
         sizes = block_sizes(lengths, progress)
     if as_json:
-        plain = {"policies": reports, "block_sizes": sizes, "hit_rates": rates}
-        json.dump({name: [asdict(one) for one in part] for name, part in plain.items()}, sys.stdout)
+        plain = {
+            "policies": [asdict(report) for report in reports],
+            "block_sizes": [asdict(size) for size in sizes],
+            "hit_rates": [asdict(rate) for rate in rates],
+        }
+        json.dump(plain, sys.stdout)
         print()
     else:
         show(reports, sizes, rates, Console(width=None if sys.stdout.isatty() else 160, highlight=False))

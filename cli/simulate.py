@@ -119,6 +119,14 @@ def simulate(
         click.echo()
         return
     show_reports(reports, f"{seen.requests:,} requests of {trace.name}, {num_blocks:,} blocks of {size}, context {context:,}")
+    if alone:
+        from cli.simulated import show_bounds
+        from memmgr.simulate.eviction import bound, unbounded
+        from memmgr.simulate.prefixes import granule, prompts_of
+
+        inner = size // granule(size)
+        prompts = [prompt for prompt in prompts_of(source(), size) if len(prompt.tokens) <= num_blocks * inner]
+        show_bounds(bound(prompts, inner, num_blocks).rate, unbounded(prompts, inner).rate)
 
 
 def as_plain(report: Report) -> dict[str, object]:

@@ -62,6 +62,13 @@ def show_reports(reports: Sequence[Report], title: str, console: Console | None 
         console.print(f"\n{first.policy} runs so many times as many requests at once: {times}")
 
 
+def show_bounds(bound: float, unbounded: float, console: Console | None = None) -> None:
+    """Print what hit rates are to be compared with."""
+    (console or _console()).print(
+        f"no order of eviction could have found more than {bound:.1%}; a cache that never forgets finds {unbounded:.1%}"
+    )
+
+
 def bar(parts: Sequence[tuple[float, str, str]], cells: int = _BAR_CELLS) -> Text:
     """Return shares as one bar, each as (share, cell, colour)."""
     text, total = Text(), 0.0

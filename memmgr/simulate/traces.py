@@ -15,6 +15,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -74,10 +75,11 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
         TraceError: there is no such file, it has no known format, or a line is no request.
     """
     try:
-        with path.open("rb") as file:
-            compressed = file.read(len(_GZIP)) == _GZIP
-        with gzip.open(path, "rt", encoding="utf-8-sig") if compressed else path.open(encoding="utf-8-sig") as text:
-            yield from parse_trace(_lines(text), str(path))
+        with path.open("rb") as file:  # once: a pipe can't be read again
+            compressed = file.peek(len(_GZIP))[: len(_GZIP)] == _GZIP
+            plain = gzip.GzipFile(fileobj=file) if compressed else file
+            with TextIOWrapper(plain, encoding="utf-8-sig") as text:
+                yield from parse_trace(_lines(text, str(path)), str(path))
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: is no text") from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -112,12 +114,12 @@ def parse_trace(lines: Iterable[str], name: str) -> Iterator[TraceRequest]:
         raise TraceError(f"{name}: has no request")
 
 
-def _lines(text: TextIO) -> Iterator[str]:
+def _lines(text: TextIO, name: str) -> Iterator[str]:
     number = 0
     while line := text.readline(MAX_LINE_CHARACTERS + 1):
         number += 1
         if len(line) > MAX_LINE_CHARACTERS:
-            raise TraceError(f"{text.name}:{number}: the line has more than {MAX_LINE_CHARACTERS:,} characters")
+            raise TraceError(f"{name}:{number}: the line has more than {MAX_LINE_CHARACTERS:,} characters")
         yield line
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,17 @@ def test_a_format_is_known_by_its_content(tmp_path: Path, text: str, compressed:
     path = tmp_path / "trace"
     path.write_bytes(gzip.compress(text.encode()) if compressed else text.encode())
     assert list(read_trace(path)) == EXPECTED[text]
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_pipe_is_read_once(compressed: bool) -> None:
+    read, write = os.pipe()
+    os.write(write, gzip.compress(PAIRS.encode()) if compressed else PAIRS.encode())
+    os.close(write)
+    try:
+        assert list(read_trace(Path(f"/dev/fd/{read}"))) == EXPECTED[PAIRS]
+    finally:
+        os.close(read)
 
 
 def test_marks_line_ends_and_empty_lines_of_other_systems_do_not_matter(tmp_path: Path) -> None:
