@@ -107,7 +107,14 @@ def simulate(
                     reports.append(simulate_one_by_one(num_blocks, size, source(), advance))
                     continue
                 setup = Setup(Policy(name), num_blocks, size, context, max_running, max_step_tokens, prefix_cache)
-                reports.append(run(setup, source(), advance))
+                try:
+                    reports.append(run(setup, source(), advance))
+                except NeverFitsError as error:
+                    if policy != _ALL:
+                        raise
+                    click.echo(str(error), err=True)
+        if not reports:
+            raise StartError("no request fits under any policy")
     except (TraceError, NeverFitsError) as error:
         raise StartError(str(error)) from error
     for report in reports:

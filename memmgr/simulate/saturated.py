@@ -121,6 +121,9 @@ class _World(Protocol):
     def hit_rate(self) -> float:
         """Return the share of whole blocks found."""
 
+    def room(self) -> str:
+        """Say how much one request can have."""
+
 
 class _Paged:
     """The memory core as it is."""
@@ -161,6 +164,9 @@ class _Paged:
 
     def hit_rate(self) -> float:
         return self._memory.found_blocks / max(1, self._memory.asked_blocks)
+
+    def room(self) -> str:
+        return f"the pool holds {self._setup.slots:,}"
 
 
 class _Contiguous:
@@ -215,6 +221,9 @@ class _Contiguous:
     def hit_rate(self) -> float:
         return 0.0
 
+    def room(self) -> str:
+        return f"the longest run of slots is {self._largest:,} of the pool's {self._setup.slots:,}"
+
 
 def simulate(setup: Setup, trace: Iterable[TraceRequest], on_progress: Callable[[int], None] = lambda done: None) -> Report:
     """Run a trace to its end. `on_progress` hears how many of its requests are done with.
@@ -258,8 +267,8 @@ class _Run:
         assert not scheduler.waiting, "a request waits that could never run"
         if self._refused and not self._finished:
             raise NeverFitsError(
-                f"none of {self._refused:,} requests fits: the pool holds {self._setup.slots:,} tokens, "
-                f"the context is {self._setup.context_length:,}, the policy {self._setup.policy}"
+                f"{self._setup.policy}: none of {self._refused:,} requests fits; the context is {self._setup.context_length:,} "
+                f"tokens, {self._world.room()}"
             )
         used, reserved, internal, external, free = slots.shares()
         return Report(

@@ -66,6 +66,15 @@ def test_all_policies_in_one_go(capsys: pytest.CaptureFixture[str], pairs: str) 
         assert name in out
 
 
+def test_a_policy_under_which_nothing_fits_is_left_out_of_all(capsys: pytest.CaptureFixture[str], pairs: str) -> None:
+    out, err = said(capsys, pairs, "--policy", "all", "--num-blocks", "12", "--block-size", "8", "--max-model-len", "90")
+    assert err.splitlines()[0].startswith("contiguous-max: none of 60 requests fits")
+    assert "contiguous-oracle" in out
+    assert "contiguous-max" not in out
+    out, err = said(capsys, pairs, "--policy", "all", "--num-blocks", "1", "--block-size", "2", status=2)
+    assert err.endswith("kilburn: no request fits under any policy\n")
+
+
 def test_the_context_is_the_longest_request_unless_said(capsys: pytest.CaptureFixture[str], pairs: str) -> None:
     out, _ = said(capsys, pairs)
     assert "981 blocks of 16, context 114" in out

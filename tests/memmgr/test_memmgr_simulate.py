@@ -152,7 +152,7 @@ def test_what_can_never_run_is_left_out(policy: Policy) -> None:
 
 
 def test_a_trace_of_which_nothing_fits_is_an_error() -> None:
-    with pytest.raises(NeverFitsError, match="none of 2 requests"):
+    with pytest.raises(NeverFitsError, match="none of 2 requests fits; the context is 12 tokens, the longest run of slots is 8"):
         simulate(setup(Policy.CONTIGUOUS_MAX, num_blocks=3, context_length=12), [TraceRequest(2, 2)] * 2)
     with pytest.raises(NeverFitsError):
         simulate(setup(num_blocks=1, context_length=4), [TraceRequest(4, 2)] * 2)
