@@ -38,7 +38,9 @@ class FrequencyMemory(Memory):
         super().__init__(total_blocks, block_size, prefix_cache=prefix_cache, counters=counters)
         self._uses = 0  # the clock
         self._gap = float(total_blocks)  # mean uses of others until a block is used again
-        self._seen: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # name -> how often, when last; in the order of that
+        self._names_seen: OrderedDict[bytes, tuple[int, int]] = (
+            OrderedDict()
+        )  # name -> how often, when last; in the order of that
         self._values: dict[int, float] = {}  # cached block -> its value
         self._heap: list[tuple[float, int]] = []
 
@@ -61,12 +63,12 @@ class FrequencyMemory(Memory):
     def _use(self, name: bytes) -> float:
         """Count a use and return what a block is worth after it."""
         self._uses += 1
-        count, last = self._seen.pop(name, (0, self._uses))
+        count, last = self._names_seen.pop(name, (0, self._uses))
         if count:
             self._gap += (self._uses - last - self._gap) / _MEMORY_USES
-        self._seen[name] = (count + 1, self._uses)
-        if len(self._seen) > self.ghosts * self.pool.total:
-            self._seen.popitem(last=False)
+        self._names_seen[name] = (count + 1, self._uses)
+        if len(self._names_seen) > self.ghosts * self.pool.total:
+            self._names_seen.popitem(last=False)
         return self._uses + self._gap * log2(count + 1)
 
     def _allocate(self) -> int:
@@ -75,10 +77,11 @@ class FrequencyMemory(Memory):
         return super()._allocate()
 
     def _least(self) -> int:
-        while True:
+        while self._heap:
             value, block = heappop(self._heap)
             if self._values.get(block) == value and self.pool.state(block) is BlockState.CACHED:
                 return block
+        return self.pool.oldest()  # the source of a copy, cached again without a use
 
 
 class BriefFrequencyMemory(FrequencyMemory):

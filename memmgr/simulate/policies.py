@@ -47,7 +47,7 @@ class CountingMemory(Memory):
         self.asked_blocks = 0
         self.found_blocks = 0
         self._admitting = 0  # tokens of the sequence that was planned last
-        self._seen: set[Hashable] = set()
+        self._admitted: set[Hashable] = set()
 
     def plan_admission(self, lineage: Lineage, tokens: array[int], reserve: int) -> Admission | None:
         """See Memory."""
@@ -56,8 +56,8 @@ class CountingMemory(Memory):
 
     def admit(self, key: Hashable, lineage: Lineage, admission: Admission) -> Table:
         """See Memory."""
-        if key not in self._seen:  # else it was preempted, and finds itself
-            self._seen.add(key)
+        if key not in self._admitted:  # else it was preempted, and finds itself
+            self._admitted.add(key)
             self.asked_blocks += self.blocks_for(self._admitting)
             self.found_blocks += len(admission.match.blocks)
         return super().admit(key, lineage, admission)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from benchmarks import simulation
 from cli.main import main
 from cli.simulated import bar
 
@@ -149,3 +151,22 @@ def test_a_bar_has_its_length_whatever_the_shares() -> None:
     parts = [(0.333, "a", "red"), (0.333, "b", "blue"), (0.0, "c", "red"), (0.334, "d", "red")]
     assert bar(parts, 10).plain == "aaabbbbddd"
     assert len(bar([(1 / 7, "x", "red")] * 7, 50).plain) == 50
+
+
+def test_the_benchmark_prints_its_tables_and_a_picture(tmp_path: Path, pairs: str, prefixes: str) -> None:
+    for name, path in (
+        ("sharegpt_lengths.csv.gz", pairs),
+        ("mooncake_conversation.jsonl.gz", prefixes),
+        ("mooncake_synthetic.jsonl.gz", prefixes),
+    ):
+        (tmp_path / name).write_bytes(Path(path).read_bytes())
+    picture = tmp_path / "picture.svg"
+    done = CliRunner().invoke(simulation.main, ["--data", str(tmp_path), "--svg", str(picture), "--limit", "50"])
+    assert done.exit_code == 0, done.output
+    for words in ("contiguous-pow2", "table entries", "never forgetting", "mooncake_synthetic"):
+        assert words in done.output
+    assert picture.read_text().startswith("<svg")
+    answer = json.loads(CliRunner().invoke(simulation.main, ["--data", str(tmp_path), "--json", "--limit", "5"]).output)
+    assert [size["block_size"] for size in answer["block_sizes"]] == [1, 4, 8, 16, 32, 64, 128, 256]
+    assert len(answer["policies"]) == 4
+    assert len(answer["hit_rates"]) == 8

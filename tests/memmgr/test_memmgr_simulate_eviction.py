@@ -10,9 +10,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from memmgr.core.memory import Memory
+from memmgr.core.memory import Memory, StepMemory
+from memmgr.simulate import saturated
 from memmgr.simulate.eviction import BriefFrequencyMemory, FrequencyMemory, bound, unbounded
+from memmgr.simulate.policies import CountingMemory, Policy
 from memmgr.simulate.prefixes import Prompt, cache, prompts_of
+from memmgr.simulate.saturated import Setup
 from memmgr.simulate.traces import TraceRequest
 
 KINDS = [Memory, FrequencyMemory, BriefFrequencyMemory]
@@ -93,6 +96,28 @@ def test_what_came_back_is_kept_longer() -> None:
     assert rates[FrequencyMemory] > 0.08
 
 
+def test_another_order_serves_a_batch_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preempted requests, blocks of several holders, and prefixes that end inside of a block and are cloned."""
+
+    class Counting(CountingMemory, FrequencyMemory):
+        def end_step(self) -> StepMemory:
+            step = super().end_step()
+            self.check_invariants()
+            return step
+
+    monkeypatch.setattr(saturated, "CountingMemory", Counting)
+    source = random.Random(3)
+    trace = []
+    for _ in range(60):
+        ids = [source.randint(0, 2) for _ in range(source.randint(1, 3))]
+        trace.append(TraceRequest(512 * len(ids) - source.randint(0, 500), source.randint(1, 90), tuple(ids)))
+    report = saturated.simulate(Setup(Policy.PAGED, 30, 100, 2000, 16, 600, prefix_cache=True), trace)
+    assert report.requests == 60
+    assert report.evictions > 0
+    assert report.preemptions > 0
+    assert report.block_hit_rate > 0
+
+
 @pytest.mark.parametrize("capacity", [4, 50])
 def test_nothing_old_piles_up(capacity: int) -> None:
     memory = cache(capacity, 512, FrequencyMemory)
@@ -100,4 +125,4 @@ def test_nothing_old_piles_up(capacity: int) -> None:
         memory.run(prompt)
     assert isinstance(memory.memory, FrequencyMemory)
     assert len(memory.memory._heap) <= 2 * 3 + 64 + 1
-    assert len(memory.memory._seen) == 3
+    assert len(memory.memory._names_seen) == 3
