@@ -39,6 +39,7 @@ _COMMANDS: Final = {
     "pins": "cli.prefixes",
     "verify": "cli.admin",
     "cancel": "cli.admin",
+    "simulate": "cli.simulate",
     "health": "cli.health",
 }
 

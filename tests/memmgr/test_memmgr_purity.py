@@ -30,6 +30,7 @@ IMPURE = {
     "zmq",
 }
 PURE_FILES = sorted((*PACKAGE.glob("core/*.py"), *PACKAGE.glob("schedule/*.py")))
+SIMULATE_FILES = sorted(PACKAGE.glob("simulate/*.py"))
 
 
 def imports_of(path: Path) -> Iterator[str]:
@@ -60,9 +61,13 @@ def test_core_and_schedule_are_pure(path: Path) -> None:
     assert not calls & {"open", "print", "input", "__import__", "eval", "exec"}
 
 
-@pytest.mark.parametrize("path", PURE_FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+@pytest.mark.parametrize("path", PURE_FILES + SIMULATE_FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_no_arrow_points_upwards(path: Path) -> None:
-    below = {"core": {"memmgr.core"}, "schedule": {"memmgr.core", "memmgr.schedule"}}[path.parent.name]
+    below = {
+        "core": {"memmgr.core"},
+        "schedule": {"memmgr.core", "memmgr.schedule"},
+        "simulate": {"memmgr.core", "memmgr.schedule", "memmgr.simulate"},
+    }[path.parent.name]
     ours = {
         name for name in imports_of(path) if name.split(".")[0] in {"memmgr", "kilburn", "executor", "gateway", "cli", "kernels"}
     }
