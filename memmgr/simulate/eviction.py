@@ -71,10 +71,10 @@ class FrequencyMemory(Memory):
             self._names_seen.popitem(last=False)
         return self._uses + self._gap * log2(count + 1)
 
-    def _allocate(self) -> int:
+    def _allocate(self, owner: object) -> int:
         if self.pool.free == 0:
             self.counters.evicted_blocks += self._forget(self._least())
-        return super()._allocate()
+        return super()._allocate(owner)
 
     def _least(self) -> int:
         while self._heap:

@@ -54,13 +54,13 @@ class CountingMemory(Memory):
         self._admitting = len(tokens)
         return super().plan_admission(lineage, tokens, reserve)
 
-    def admit(self, key: Hashable, lineage: Lineage, admission: Admission) -> Table:
+    def admit(self, key: Hashable, lineage: Lineage, admission: Admission, owner: object = None) -> Table:
         """See Memory."""
         if key not in self._admitted:  # else it was preempted, and finds itself
             self._admitted.add(key)
             self.asked_blocks += self.blocks_for(self._admitting)
             self.found_blocks += len(admission.match.blocks)
-        return super().admit(key, lineage, admission)
+        return super().admit(key, lineage, admission, owner)
 
 
 class ReservingMemory(Memory):
@@ -82,12 +82,12 @@ class ReservingMemory(Memory):
         """Decide whether there is a run for a sequence; what others have still to take is reserved already."""
         return Admission(Match(), 0) if self.buddy.fits(self._reserve_for(lineage.root)) else None
 
-    def admit(self, key: Hashable, lineage: Lineage, admission: Admission) -> Table:
+    def admit(self, key: Hashable, lineage: Lineage, admission: Admission, owner: object = None) -> Table:
         """Give a sequence its run and its table."""
         start = self.buddy.allocate(self._reserve_for(lineage.root))
         assert start is not None, "admitted without a plan"
         self._starts[key] = start
-        return super().admit(key, lineage, admission)
+        return super().admit(key, lineage, admission, owner)
 
     def release(self, key: Hashable, tokens: array[int]) -> None:
         """Take a sequence's run and table back."""

@@ -143,7 +143,7 @@ class _Paged:
         size = self._setup.block_size
         waste = reserved = 0
         for request in self.scheduler.running:
-            table = request.table
+            table = request.trunk.table
             assert table is not None
             unused = len(table.blocks) * size - table.planned
             waste += unused
@@ -158,8 +158,8 @@ class _Paged:
         size = self._setup.block_size
         most = 0
         for request in self.scheduler.running:
-            assert request.table is not None
-            most = max(most, len(request.table.blocks) * size - request.table.planned)
+            assert request.trunk.table is not None
+            most = max(most, len(request.trunk.table.blocks) * size - request.trunk.table.planned)
         return most
 
     def hit_rate(self) -> float:
@@ -191,10 +191,10 @@ class _Contiguous:
     def look(self, slots: Slots) -> None:
         used = reserved = held = runs = 0
         for request in self.scheduler.running:
-            assert request.table is not None
-            wanted = self._reservations[request.lineage.root]
-            used += request.table.planned
-            reserved += request.prompt_length + request.max_outputs - 1 - request.table.planned
+            assert request.trunk.table is not None
+            wanted = self._reservations[request.trunk.lineage.root]
+            used += request.trunk.table.planned
+            reserved += request.prompt_length + request.max_outputs - 1 - request.trunk.table.planned
             held += wanted
             runs += rounded(wanted)
         free = self._memory.buddy.free
@@ -203,7 +203,7 @@ class _Contiguous:
         slots.reserved += reserved
         slots.internal += held - used - reserved
         slots.external += runs - held
-        if free >= rounded(self._reservations[self.scheduler.waiting[0].lineage.root]):
+        if free >= rounded(self._reservations[self.scheduler.waiting[0].trunk.lineage.root]):
             slots.external += free
         else:
             slots.free += free
@@ -211,9 +211,9 @@ class _Contiguous:
     def look_at_waste(self) -> int:
         return max(
             (
-                rounded(self._reservations[request.lineage.root]) - request.table.planned
+                rounded(self._reservations[request.trunk.lineage.root]) - request.trunk.table.planned
                 for request in self.scheduler.running
-                if request.table is not None
+                if request.trunk.table is not None
             ),
             default=0,
         )

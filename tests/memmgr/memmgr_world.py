@@ -186,6 +186,7 @@ class Client:
     """What one request has heard."""
 
     submission: Submission
+    pinned: int  # blocks, when it came
     outputs: dict[int, list[int]] = field(default_factory=dict)  # by index
     sequence_ends: dict[int, SequenceEnd] = field(default_factory=dict)
     end: RequestEnd | None = None
@@ -258,7 +259,7 @@ class World:
             deadline=deadline,
             samples=samples,
         )
-        self.clients[key] = Client(submission)
+        self.clients[key] = Client(submission, self.memory.pool.pinned)
         assert self.scheduler.submit(submission, self.now)
         self.listen()
         return key
@@ -320,12 +321,16 @@ class World:
     def expected(self, key: RequestKey, index: int = 0) -> tuple[list[int], FinishReason]:
         """Return what a request's sequence must get if nobody disturbs it."""
         asked = self.clients[key].submission
-        return answer(asked.prompt, self.vocabulary, asked.max_tokens, self.context(asked), asked.stop_token_ids, index)
+        return answer(asked.prompt, self.vocabulary, asked.max_tokens, self.context(key), asked.stop_token_ids, index)
 
-    def context(self, asked: Submission) -> int:
-        """Return how long a request's sequences may get: several of them have to fit the pool together."""
-        shared, size = len(asked.prompt) // self.memory.block_size, self.memory.block_size
-        return min(self.limits.context_length, (shared + (self.memory.pool.total - shared) // asked.samples) * size)
+    def context(self, key: RequestKey) -> int:
+        """Return how long a request's sequences may get: several of them have to fit together beside what is pinned."""
+        asked, size = self.clients[key].submission, self.memory.block_size
+        if asked.samples == 1:
+            return self.limits.context_length
+        shared = len(asked.prompt) // size
+        each = (self.memory.pool.total - self.clients[key].pinned - shared) // asked.samples
+        return min(self.limits.context_length, (shared + each) * size)
 
     def check_answer(self, key: RequestKey) -> None:
         """Check that a request that was left alone got its answer."""

@@ -160,7 +160,7 @@ class Play:
             client = self.world.clients[key]
             assert client.end is not None
             if client.end.code in {EndCode.NEVER_FITS, EndCode.QUEUE_FULL}:
-                fits = len(wish.prompt) < self.world.context(client.submission) and wish.samples <= self.world.limits.max_running
+                fits = len(wish.prompt) < self.world.context(key) and wish.samples <= self.world.limits.max_running
                 assert (client.end.code is EndCode.NEVER_FITS) == (not fits)
                 assert client.tokens == []
                 continue
