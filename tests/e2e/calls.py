@@ -70,6 +70,7 @@ def read(stream: Iterable[api.GenerateResponse], answer: Answer | None = None) -
     answer = Answer() if answer is None else answer
     try:
         for response in stream:
+            assert response.index == 0
             _take(answer, response)
     except grpc.RpcError as error:
         call = cast(grpc.Call, error)  # grpc raises one object that is both
@@ -80,6 +81,21 @@ def read(stream: Iterable[api.GenerateResponse], answer: Answer | None = None) -
         assert answer.finish != api.FINISH_REASON_UNSPECIFIED, "a stream ended well without a finish"
         assert answer.usage.completion_tokens == len(answer.ids)
     return answer
+
+
+def ask_samples(client: Client, request: api.GenerateRequest, timeout: float = ANSWER_SECONDS) -> list[Answer]:
+    """Send a request for several sequences and read its stream to a good end; return one answer for each index.
+
+    Raises:
+        AssertionError: the stream breaks a promise.
+    """
+    answers = [Answer() for _ in range(request.n)]
+    for response in client.generate(request, timeout):
+        _take(answers[response.index], response)
+    assert all(answer.finish != api.FINISH_REASON_UNSPECIFIED for answer in answers)
+    (usage,) = [answer.usage for answer in answers if answer.usage.prompt_tokens]
+    assert usage.completion_tokens == sum(len(answer.ids) for answer in answers)
+    return answers
 
 
 def ask_all(client: Client, requests: Sequence[api.GenerateRequest], timeout: float = ANSWER_SECONDS) -> list[Answer]:
@@ -122,7 +138,6 @@ class Running:
 
 def _take(answer: Answer, response: api.GenerateResponse) -> None:
     now = time.monotonic()
-    assert response.index == 0
     assert answer.finish == api.FINISH_REASON_UNSPECIFIED, "a message after the last one"
     assert response.offset == len(answer.ids), "a token was lost or sent twice"
     answer.ids += response.token_ids
