@@ -137,6 +137,7 @@ class Request:
         "most_blocks",
         "preemptions",
         "priority",
+        "prompt_length",
         "residence",
         "sequences",
         "state",
@@ -147,6 +148,7 @@ class Request:
         self, submission: Submission, lineage: Lineage, max_outputs: int, most_blocks: int, arrival: int, now: float
     ) -> None:
         self.submission: Final = submission
+        self.prompt_length: Final = len(submission.prompt)  # tokens
         self.max_outputs: Final = max_outputs  # of each sequence
         self.most_blocks: Final = most_blocks  # of all of them together, the prompt's shared
         self.arrival: Final = arrival  # grows with each submission
@@ -164,11 +166,6 @@ class Request:
     def rank(self) -> tuple[int, int]:
         """The order of service: priority, then arrival."""
         return (self.priority, self.arrival)
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.submission.prompt)
 
     @property
     def live(self) -> list[Sequence]:
