@@ -25,7 +25,7 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def kept(logits: Floats, draw: Draw) -> tuple[npt.NDArray[np.bool_], float]:
-    """Return which tokens the filters leave, and how close top-p came to deciding otherwise."""
+    """Return which tokens the filters leave, and how close top-p or min-p came to deciding otherwise."""
     sampling = draw.sampling
     tempered = (logits - logits.max()) / sampling.temperature
     keep = np.isfinite(tempered)
@@ -45,7 +45,10 @@ def kept(logits: Floats, draw: Draw) -> tuple[npt.NDArray[np.bool_], float]:
             before += mass[token]
         margin = min(margin, before - sampling.top_p)
         keep &= tempered >= least
-    keep &= np.exp(tempered) >= sampling.min_p
+    weights = np.exp(tempered)
+    if sampling.min_p > 0 and (below := tempered < 0).any():
+        margin = min(margin, np.abs(weights[below] - sampling.min_p).min())
+    keep &= weights >= sampling.min_p
     return keep, margin
 
 

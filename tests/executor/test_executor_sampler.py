@@ -64,7 +64,7 @@ def test_every_token_is_the_slow_samplers(logits: Floats, each: list[Draw]) -> N
     for row, one, token in zip(logits.astype(np.float64), each, found.token_ids, strict=True):
         keep, margin = kept(row, one)
         if margin < 1e-5:
-            continue  # float32 may see top-p's last token on the other side
+            continue  # float32 may see the last token on the other side
         assert keep[token]
         best = sums(row, one)
         assert best[token] >= best.max() - 1e-5 * max(1.0, abs(best.max()))
