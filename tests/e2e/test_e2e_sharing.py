@@ -53,12 +53,19 @@ def test_four_samples_of_one_prompt_compute_it_once_and_copy_three_blocks(ample:
 
 
 def test_samples_are_preempted_and_come_back_together(tiny: Path) -> None:
-    """The pool holds two such requests only at their beginning; what they get is what a large pool gives."""
+    """The pool holds four such requests only at their beginning; what they get is what each gets alone."""
     request = from_ids(range(1, 20), 40, sampling=api.Sampling(temperature=1, seed=3), n=3)
-    flags: dict[str, Flag] = {"model": tiny, "device": "cpu", "dtype": "float32", "block_size": 4, "poison": True}
-    with System(flags | {"num_blocks": 400}, threads=1) as large:
-        expected = [answer.ids for answer in ask_samples(large.client, request)]
-    with System(flags | {"num_blocks": 44}, threads=1) as small, ThreadPoolExecutor(4) as threads:
+    flags: dict[str, Flag] = {
+        "model": tiny,
+        "device": "cpu",
+        "dtype": "float32",
+        "block_size": 4,
+        "num_blocks": 44,
+        "poison": True,
+    }
+    with System(flags, threads=1) as small, ThreadPoolExecutor(4) as threads:
+        expected = [answer.ids for answer in ask_samples(small.client, request)]
+        assert small.admin.pool().counters.preemptions == 0
         answers = list(threads.map(lambda _: ask_samples(small.client, request), range(4)))
         assert small.admin.pool().counters.preemptions > 0
         assert all([answer.ids for answer in each] == expected for each in answers)
