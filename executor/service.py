@@ -6,6 +6,7 @@ a second one (executor/beats.py) says that the first one lives.
 
 import signal
 import socket as sockets
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -173,12 +174,14 @@ class _Stop:
     def __enter__(self) -> "_Stop":
         self._writer.setblocking(False)
         self._old_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._old_hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
         self._old = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
+        sys.unraisablehook = self._old_hook
         signal.set_wakeup_fd(self._old_wakeup)
         self._reader.close()
         self._writer.close()
@@ -197,6 +200,11 @@ class _Stop:
         first, self.asked = not self.asked, True
         if first and not self._at_leisure:
             raise SystemExit(0)
+
+    def _on_unraisable(self, found: "sys.UnraisableHookArgs") -> None:
+        # The signal came in the middle of a finalizer, which can't raise: `at_leisure` does, once the model is loaded.
+        if not isinstance(found.exc_value, SystemExit):
+            self._old_hook(found)
 
 
 @contextmanager
