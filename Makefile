@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROTOS := $(wildcard protos/kilburn/v1/*.proto)
 
-# Where it is set, each process compiles torch and transformers anew: five seconds more for each start of an executor.
+# Where it is set, each process compiles torch and transformers anew: four seconds more for each start of an executor.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test exact check proto clean

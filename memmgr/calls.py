@@ -78,7 +78,7 @@ class Calls(admin_pb2_grpc.AdminServicer):
 async def read_ttl(context: Context, seconds: float) -> float:
     """Return a time to live; the call ends where it is none."""
     if not (math.isfinite(seconds) and seconds >= 0):
-        await abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"ttl_seconds is {seconds}; 0 or more are taken")
+        await abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"ttl_seconds is {seconds}; it must be a finite number, 0 or more")
     return seconds
 
 

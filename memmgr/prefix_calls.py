@@ -7,6 +7,7 @@ from typing import Final
 
 import grpc
 
+from kilburn.limits import MAX_SAMPLES
 from kilburn.v1 import admin_pb2 as admin
 from memmgr.calls import Calls, Context, abort, caller, read_ttl
 from memmgr.prefix_views import pin_message, prefix_pages, probe_message, snapshot_tree
@@ -32,6 +33,12 @@ class PrefixCalls(Calls):
 
     async def Probe(self, request: admin.ProbeRequest, context: Context) -> admin.ProbeResponse:  # noqa: N802
         """What would become of a prompt if it came now."""
+        if request.n > MAX_SAMPLES:
+            await abort(
+                context,
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"n is {request.n}; at most {MAX_SAMPLES} sequences are made of one prompt",
+            )
         tenant = request.tenant or await caller(context)
         tokens = await self.read_prefix(context, request.token_ids, tenant=tenant, cache_salt=request.cache_salt)
 

@@ -137,11 +137,6 @@ class Scheduler:
         return frozenset(self._closed_slots)
 
     @property
-    def reserve(self) -> int:
-        """Blocks that whoever is admitted next has to leave."""
-        return self._blocks_owed()
-
-    @property
     def most_pinned(self) -> int:
         """Blocks that may be pinned at once: so that one as long as the context can run, and each that is here."""
         most = max((request.most_blocks for request in self._requests.values()), default=0)
@@ -286,7 +281,7 @@ class Scheduler:
             if not draft.budget or len(self._free_slots) < len(live):
                 return
             trunk = live[0]
-            reserve = self._blocks_owed() + self._branch_blocks(live) + self._blocks_after(trunk, len(request.trunk_tokens))
+            reserve = self.blocks_owed() + self._branch_blocks(live) + self._blocks_after(trunk, len(request.trunk_tokens))
             admission = self.memory.plan_admission(trunk.lineage, request.trunk_tokens, reserve)
             if admission is None:
                 return
@@ -331,7 +326,7 @@ class Scheduler:
         for request in requests:
             insort(self._waiting, request, key=_rank)
 
-    def _blocks_owed(self) -> int:
+    def blocks_owed(self) -> int:
         """Return how many blocks admitted requests still have to take for what they know: they are not another's."""
         owed = 0
         for request in self._running:
@@ -413,10 +408,14 @@ class Scheduler:
         for sequence in request.sequences:
             draft.budget += draft.counts.pop(sequence, 0)
         self.memory.note_preemption(request.trunk.owner)
-        self._leave(request)
-        request.state = State.WAITING
+        self._set_aside(request)
         request.preemptions += 1
         self.counters.preemptions += 1
+
+    def _set_aside(self, request: Request) -> None:
+        """Send a running request back to the queue; it has the rank that it had."""
+        self._leave(request)
+        request.state = State.WAITING
         insort(self._waiting, request, key=_rank)
 
     def _expire(self, now: float) -> None:
@@ -513,7 +512,10 @@ class Scheduler:
             self._end(request, EndCode.OK, "", now)
             return
         if request.state is State.RUNNING:
-            self._release(sequence)
+            if not request.forked and sequence is request.trunk:
+                self._set_aside(request)  # the others have nothing yet: another one has to compute the prompt
+            else:
+                self._release(sequence)
         sequence.ended = True
 
     def _end(self, request: Request, code: EndCode, message: str, now: float) -> None:

@@ -170,6 +170,15 @@ def test_what_a_probe_tells(stub: Stub, house: House) -> None:
     assert refused(partial(ask_probe, stub, []))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.parametrize("n", [65, 2**32 - 1])
+def test_a_probe_of_more_samples_than_any_request_may_have_is_refused(stub: Stub, house: House, n: int) -> None:
+    house.executor()
+    code, details = refused(partial(ask_probe, stub, [1], max_tokens=2**32 - 1, n=n))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert str(n) in details
+    assert ask_probe(stub, [1], max_tokens=2**32 - 1, n=64).new_blocks == 1
+
+
 def test_a_probe_foresees_evictions_and_changes_nothing() -> None:
     """Of many prompts on a full pool: everything is as before, and an admission takes exactly what was foretold."""
     for prompt in [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9, 9, 9, 9, 9], [7] * 30, [1, 2, 3, 4, 5, 6], [5] * 3]:

@@ -399,6 +399,31 @@ def test_what_a_released_sequence_left_is_not_found_once_its_sample_turns_out_to
     assert world.clients[senior].tokens == [7, 7]
 
 
+def test_a_trunk_that_ends_before_the_others_fork_leaves_the_prompt_to_another() -> None:
+    """Its stop string is told of when its request has been set aside and is on its way back."""
+    world = World(blocks=24, block_size=2, max_running=4, max_step_tokens=4, prefix_cache=False)
+    key = world.submit(range(12, 22), 12, samples=3)
+    while len(world.clients[key].outputs) < 3:
+        world.step()
+    request = world.scheduler.find("tenant", "request-1")
+    assert request is not None
+    urgent = world.submit([1, 2, 12], 24, priority=-1)
+    for _ in range(100):
+        if request.preemptions and not request.forked and request.state is State.RUNNING:
+            break
+        world.step()
+    assert (request.preemptions, request.forked, request.state) == (1, False, State.RUNNING)
+    world.scheduler.finish(key, 0, 1, 0.0)
+    world.listen()
+    world.scheduler.check_invariants()
+    world.run()
+    for index in 1, 2:
+        assert world.clients[key].outputs[index] == world.expected(key, index)[0]
+    assert world.clients[key].sequence_ends[0].reason is FinishReason.STOP
+    world.check_answer(urgent)
+    world.check_idle()
+
+
 # ------------------------------------------------------------------------------ prefixes that are being computed
 
 

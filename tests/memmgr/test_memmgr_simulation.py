@@ -39,6 +39,7 @@ class Wish:
     leaves: str  # "never", "cancel", "deadline", "stop string"
     patience: int  # after so many tokens (stop string, of the first sequence), or turns (cancel, deadline)
     samples: int
+    lag: int  # turns from a stop string's last token to the word of it
 
     @property
     def prompt(self) -> list[int]:
@@ -58,6 +59,7 @@ WISHES = st.builds(
     leaves=st.sampled_from(["never", "never", "never", "never", "cancel", "deadline", "stop string"]),
     patience=st.integers(0, 12),
     samples=st.sampled_from([1, 1, 1, 2, 3, 5]),
+    lag=st.sampled_from([0, 0, 1, 3, 6]),
 )
 
 GAMES = st.lists(WISHES, min_size=2, max_size=10)
@@ -95,6 +97,7 @@ class Play:
         self.wishes: dict[RequestKey, Wish] = {}
         self.born: dict[RequestKey, int] = {}
         self.left: set[RequestKey] = set()
+        self.seen: dict[RequestKey, int] = {}  # the turn in which a stop string's last token came
         self.turn = 0
 
     def take(self, turn: str) -> None:
@@ -131,6 +134,8 @@ class Play:
                 self.left.add(key)
                 assert self.world.scheduler.cancel(key, EndCode.CANCELLED, "enough", self.world.now)
             elif wish.leaves == "stop string" and 0 not in client.sequence_ends and len(client.tokens) >= max(1, wish.patience):
+                if self.turn - self.seen.setdefault(key, self.turn) < wish.lag:
+                    continue
                 self.left.add(key)
                 self.world.scheduler.finish(key, 0, max(1, wish.patience), self.world.now)
             self.world.listen()
