@@ -193,8 +193,7 @@ class Memory:
         assert key not in self._tables, f"sequence {key} has a table already"
         assert not self._planning, "a fork in the middle of a step"
         source = self._tables[parent]
-        lineage = Lineage(source.lineage.root, source.lineage.tenant)
-        lineage.names.extend(source.lineage.names[: source.planned // self.block_size])
+        lineage = source.lineage.fork(source.planned // self.block_size)
         owner = key if owner is None else owner
         for block in source.blocks:
             self._share(block, owner)
@@ -241,17 +240,17 @@ class Memory:
             table.node = self._index(table, logical, table.lineage.name(logical, piece), piece)
         table.committed = full
 
-    def release(self, key: Hashable, tokens: array[int]) -> None:
+    def release(self, key: Hashable, tokens: array[int], *, keep_tail: bool = True) -> None:
         """Take a sequence's references away. `tokens` are those that it was made of.
 
         Its blocks go the last first, so that the tail of a chain is evicted before its head. A last block that is partly filled
-        stays known as a tail, to be cloned by who comes back with more; not one that this step's copies fill, or it could become
-        source and destination in one step.
+        stays known as a tail where `keep_tail`, to be cloned by who comes back with more; not one that this step's copies fill,
+        or it could become source and destination in one step.
         """
         table = self._tables.pop(key)
         size = self.block_size
         full, rest = divmod(table.computed, size)
-        if self.prefix_cache and rest and full == table.committed and self._is_settled(table.blocks[full]):
+        if keep_tail and self.prefix_cache and rest and full == table.committed and self._is_settled(table.blocks[full]):
             piece = tokens[full * size : table.computed].tobytes()
             self._index(table, full, block_hash(table.lineage.parent(full), piece), piece)
         for block in reversed(table.blocks):

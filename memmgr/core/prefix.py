@@ -90,6 +90,12 @@ class Lineage:
             self.names.append(block_hash(self.parent(logical), tokens))
         return self.names[logical]
 
+    def fork(self, whole_blocks: int) -> Lineage:
+        """Return a sequence's of its own that begins with the same so many whole blocks."""
+        forked = Lineage(self.root, self.tenant)
+        forked.names.extend(self.names[:whole_blocks])
+        return forked
+
 
 @dataclass(frozen=True, slots=True)
 class Forest:

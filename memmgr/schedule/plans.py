@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from memmgr.core.memory import StepMemory
+from memmgr.schedule.beams import Choice
 
 #: Names a request for good: its gateway's incarnation, and the gateway's handle.
 RequestKey = tuple[int, int]
@@ -53,7 +54,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request as it came. `prompt` has at least one id; `max_tokens` 0: up to the context length; `samples` from 1."""
+    """A request as it came. `prompt` has at least one id; `max_tokens` 0: up to the context length.
+
+    `samples` sequences are returned, from 1. Where `beam_width` is above 1 they are the best that a beam search of that width
+    finds, and each of their tokens is told of with `alternatives` (None: with nothing).
+    """
 
     key: RequestKey
     tenant: str
@@ -63,9 +68,17 @@ class Submission:
     max_tokens: int
     stop_token_ids: frozenset[int]
     samples: int = 1
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    alternatives: int | None = None
     priority: int = 0
     salt: str = ""
     deadline: float = float("inf")  # on the same clock as every `now`
+
+    @property
+    def width(self) -> int:
+        """How many sequences run side by side."""
+        return self.beam_width if self.beam_width > 1 else self.samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +99,17 @@ class PlannedChunk:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSample:
-    """Sample from the last row of chunk `chunk`, for output number `position` of the sequence in `slot`."""
+    """Sample from the last row of chunk `chunk`, for output number `position` of the sequence in `slot`.
+
+    Where `choices` is not 0 nothing is drawn: the so many most likely tokens are told, each with `alternatives` where that is not
+    None.
+    """
 
     chunk: int
     slot: int
     position: int
+    choices: int = 0
+    alternatives: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +126,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What became of one planned sample. `failed`: its logits were not numbers, there is no token."""
+    """What became of one planned sample. `failed`: its logits were not numbers, there is no token, and there are no choices."""
 
     token: int
     failed: bool = False
     logprob: object = None
+    choices: tuple[Choice, ...] = ()  # the most likely first
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +147,13 @@ class NewToken:
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnd:
-    """A sequence's output is complete after `output_tokens` tokens."""
+    """A sequence's output is complete after `output_tokens` tokens. `score` is a beam's."""
 
     key: RequestKey
     index: int
     output_tokens: int
     reason: FinishReason
+    score: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from memmgr.schedule.scheduler import Scheduler
+from memmgr.schedule.sizes import blocks_owed
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def probe(scheduler: Scheduler, tenant: str, salt: str, tokens: array[int], max_
     waiting_ahead = bisect_right(scheduler.waiting, 0, key=lambda request: request.submission.priority)
     if room < 1:
         return Probe(False, False, 0, memory.blocks_for(length), shared + of_each * sequences, (), waiting_ahead)
-    admission = memory.plan_admission(scheduler.lineage(tenant, salt), tokens, scheduler.blocks_owed() + to_begin)
+    admission = memory.plan_admission(scheduler.lineage(tenant, salt), tokens, blocks_owed(scheduler.running, memory) + to_begin)
     if admission is None:
         match = memory.plan_match(scheduler.lineage(tenant, salt), tokens)
         cached_tokens, whole = len(match.blocks) * size + match.tail_tokens, len(match.blocks)

@@ -1,4 +1,4 @@
-"""One request's life, and that of the sequences that it consists of: `n` samples of one prompt, most often one.
+"""One request's life, and that of the sequences that it consists of: samples of one prompt, most often one, or beams.
 
     state     on                                            becomes
     WAITING   admitted: slots and a table given             RUNNING
@@ -9,15 +9,17 @@
 
 A request is admitted and preempted as a whole. Where several of its sequences live, one of them, the trunk, computes the prompt;
 then the others fork from it, and each goes its own way: on with its first token, or, when it comes back, with those that it has.
-A sequence ends by itself: stop token, max_tokens, context, NaN, a stop string.
+A sequence ends by itself: stop token, max_tokens, context, NaN, a stop string. A beam does not: its search moves it, from its
+lane to any number of lanes, once all running beams have their choices; until then none of them has anything to compute.
 
 Lengths, in tokens, for a running sequence:
 
     0 ........ table.computed ........ table.planned ........ promised
                acknowledged            in plans that left     known, or being sampled by a plan that left
 
-`promised` = prompt + outputs that some plan samples or sampled. A token whose K and V no plan has computed yet lies in planned ..
-promised - 1; there is work while there is one, and an output is still wanted after it.
+`promised` = prompt + outputs that some plan samples or sampled; of a beam those that the search has decided on. A token whose K
+and V no plan has computed yet lies in planned .. promised - 1; there is work while there is one, and an output is still wanted
+after it.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Final
 
 from memmgr.core.memory import Table
 from memmgr.core.prefix import Lineage
+from memmgr.schedule.beams import BeamSearch, Choice
 from memmgr.schedule.plans import RequestKey, Submission
 
 #: Names a sequence for good: its request, and its index among the samples.
@@ -46,12 +49,14 @@ class Sequence:
     """One of a request's sequences. Only the scheduler changes it."""
 
     __slots__ = (
+        "choices",
         "ended",
         "high_water",
         "in_flight",
         "index",
         "key",
         "lineage",
+        "moved",
         "outputs_promised",
         "request",
         "slot",
@@ -73,6 +78,8 @@ class Sequence:
         self.outputs_promised = 0
         self.in_flight = 0  # plans out that compute or sample something for it
         self.high_water = 0  # tokens that were computed or found in the cache at some time
+        self.choices: tuple[Choice, ...] | None = None  # of a beam: what could follow; None: not known yet
+        self.moved = False  # of a beam: any entry of the table may be another than the executor was told
 
     @property
     def owner(self) -> tuple[str, str, int]:
@@ -107,18 +114,24 @@ class Sequence:
             return False
         return self.outputs_promised > 0 and self.promised - self.table.planned <= 1
 
+    def is_sampled_at(self, length: int) -> bool:
+        """Whether a plan that computes its first `length` tokens has to sample what follows."""
+        search = self.request.search
+        return length == self.promised and (search is None or (self.choices is None and self.index in search.running))
+
     def tell(self) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
         """Return what the executor's table lacks: entries at its end, and (logical, block) of replaced ones.
 
-        Only the last entry that it was told can have been replaced: no other is ever written again.
+        Only the last entry that it was told can have been replaced: no other is ever written again, but where a beam has moved
+        in.
         """
         assert self.table is not None
         blocks, told = self.table.blocks, self.told
-        edits: tuple[tuple[int, int], ...] = ()
-        last = len(told) - 1
-        if told and told[last] != blocks[last]:
-            edits = ((last, blocks[last]),)
-            told[last] = blocks[last]
+        first = 0 if self.moved else max(0, len(told) - 1)
+        edits = tuple((logical, blocks[logical]) for logical in range(first, len(told)) if told[logical] != blocks[logical])
+        for logical, block in edits:
+            told[logical] = block
+        self.moved = False
         new_blocks = tuple(blocks[len(told) :])
         told.extend(new_blocks)
         return new_blocks, edits
@@ -139,6 +152,7 @@ class Request:
         "priority",
         "prompt_length",
         "residence",
+        "search",
         "sequences",
         "state",
         "submission",
@@ -160,7 +174,8 @@ class Request:
         self.first_admitted_at: float | None = None
         self.cached_tokens = 0
         self.preemptions = 0
-        self.sequences: Final = tuple(Sequence(self, index, lineage) for index in range(submission.samples))
+        self.sequences: Final = tuple(Sequence(self, index, lineage) for index in range(submission.width))
+        self.search: Final = _search(submission, max_outputs)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -187,3 +202,9 @@ class Request:
         """What the trunk computes before anything else of the request can run: all that it knows, where it is alone."""
         live = self.live
         return live[0].tokens if len(live) == 1 else self.submission.prompt
+
+
+def _search(submission: Submission, max_outputs: int) -> BeamSearch | None:
+    if submission.beam_width <= 1:
+        return None
+    return BeamSearch(submission.beam_width, submission.length_penalty, submission.stop_token_ids, max_outputs)

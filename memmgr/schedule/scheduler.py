@@ -23,6 +23,7 @@ from typing import Final
 from memmgr.core.memory import Memory
 from memmgr.core.prefix import Lineage
 from memmgr.schedule.forming import FormingPrefixes
+from memmgr.schedule.lanes import can_move, move, outcome
 from memmgr.schedule.plans import (
     EndCode,
     Event,
@@ -39,6 +40,8 @@ from memmgr.schedule.plans import (
     Submission,
 )
 from memmgr.schedule.requests import Request, Sequence, State
+from memmgr.schedule.sizes import blocks_after, blocks_owed, branch_blocks, most_blocks, most_outputs
+from memmgr.schedule.slots import Slots
 
 
 @dataclass(slots=True)
@@ -97,8 +100,8 @@ class Scheduler:
         self._running: list[Request] = []  # by rank
         self._forming = FormingPrefixes(memory.block_size)  # and those who wait for it, who are in no other queue
         self._deadlines: list[tuple[float, RequestKey]] = []  # a heap; entries of ended requests are skipped
-        self._free_slots: list[int] = list(range(limits.max_running))  # a heap
-        self._closed_slots: list[int] = []  # since the last plan
+        self._slots = Slots(limits.max_running)
+        self._searching: dict[Request, None] = {}  # of those whose beams have news since the last plan, in order
         self._in_flight: deque[tuple[int, list[_Row]]] = deque()
         self._events: list[Event] = []
         self._arrivals = 0
@@ -124,7 +127,7 @@ class Scheduler:
     @property
     def running_sequences(self) -> int:
         """Sequences of admitted requests."""
-        return self.limits.max_running - len(self._free_slots)
+        return self._slots.total - self._slots.free
 
     @property
     def waiting(self) -> list[Request]:
@@ -134,7 +137,7 @@ class Scheduler:
     @property
     def closing_slots(self) -> frozenset[int]:
         """Slots given up since the last plan: the executor does not know of it yet."""
-        return frozenset(self._closed_slots)
+        return self._slots.closing
 
     @property
     def most_pinned(self) -> int:
@@ -157,7 +160,7 @@ class Scheduler:
         if submission.key in self._requests:
             return False
         name = (submission.tenant, submission.request_id)
-        room = self._room(submission)
+        room = most_outputs(submission, self.memory, self.limits)
         refusal: tuple[EndCode, str] | None = None
         if name in self._names:
             refusal = EndCode.DUPLICATE, f"request {submission.request_id!r} is already running"
@@ -167,10 +170,10 @@ class Scheduler:
                 f"the prompt has {len(submission.prompt)} tokens; with one of output it must fit "
                 f"the context of {self.limits.context_length}",
             )
-        elif submission.samples > self.limits.max_running:
-            refusal = EndCode.NEVER_FITS, f"{submission.samples} sequences; at most {self.limits.max_running} run at once"
+        elif submission.width > self.limits.max_running:
+            refusal = EndCode.NEVER_FITS, f"{submission.width} sequences; at most {self.limits.max_running} run at once"
         elif room < 1:
-            refusal = EndCode.NEVER_FITS, f"{submission.samples} sequences of this prompt do not fit the pool together"
+            refusal = EndCode.NEVER_FITS, f"{submission.width} sequences of this prompt do not fit the pool together"
         elif (waiting := len(self._waiting) + len(self._forming.waiting)) >= self.limits.max_waiting:
             refusal = EndCode.QUEUE_FULL, f"{waiting} requests are waiting already; try again later"
         if refusal is not None:
@@ -180,26 +183,14 @@ class Scheduler:
         max_outputs = min(room, submission.max_tokens or room)
         self._arrivals += 1
         lineage = self.lineage(submission.tenant, submission.salt)
-        shared = len(submission.prompt) // self.memory.block_size
-        each = self.memory.blocks_for(len(submission.prompt) + max_outputs) - shared
-        request = Request(submission, lineage, max_outputs, shared + each * submission.samples, self._arrivals, now)
+        most = most_blocks(submission, max_outputs, self.memory)
+        request = Request(submission, lineage, max_outputs, most, self._arrivals, now)
         self._requests[submission.key] = request
         self._names[name] = request
         insort(self._waiting, request, key=_rank)
         if submission.deadline != float("inf"):
             heappush(self._deadlines, (submission.deadline, submission.key))
         return True
-
-    def _room(self, submission: Submission) -> int:
-        """Return how many outputs each of a request's sequences can have: the context's rest, or what they can hold together."""
-        prompt = len(submission.prompt)
-        room = self.limits.context_length - prompt
-        if submission.samples == 1:
-            return room
-        memory = self.memory
-        shared = prompt // memory.block_size
-        each = (memory.pool.total - memory.pool.pinned - shared) // submission.samples
-        return min(room, (shared + each) * memory.block_size - prompt)
 
     def cancel(self, key: RequestKey, code: EndCode, message: str, now: float) -> bool:
         """End a request whose output is not wanted any more; everything that it holds is free at once. False: it is not live."""
@@ -216,7 +207,7 @@ class Scheduler:
         Nothing happens where it has ended by itself meanwhile.
         """
         request = self._requests.get(key)
-        if request is None or index >= len(request.sequences):
+        if request is None or request.search is not None or index >= len(request.sequences):
             return
         sequence = request.sequences[index]
         if sequence.ended or not 0 <= output_tokens <= sequence.outputs:
@@ -227,6 +218,7 @@ class Scheduler:
     def abandon(self, code: EndCode, message: str, now: float) -> None:
         """End every request: the executor is gone, and with it what was in flight and what the pool held."""
         self._in_flight.clear()
+        self._searching.clear()
         for request in list(self._requests.values()):
             self._end(request, code, message, now)
         self.memory.pins.clear()
@@ -243,6 +235,7 @@ class Scheduler:
         """Plan the next step; None where there is nothing to do until a result or a request comes."""
         self.memory.now = now
         self._expire(now)
+        self._search(now)
         draft = _Draft(self.limits.max_step_tokens)
         sequences = [sequence for request in self._running for sequence in request.sequences if not sequence.ended]
         sequences.sort(key=lambda sequence: not sequence.decoding)  # those that decode first, each by rank
@@ -250,7 +243,7 @@ class Scheduler:
             if sequence.request.state is State.RUNNING:  # not preempted a moment ago
                 self._schedule(draft, sequence)
         self._admit(draft, now)
-        if not draft.counts and not self._closed_slots:
+        if not draft.counts and not self._slots.any_closing:
             return None
         return self._seal(draft)
 
@@ -278,10 +271,11 @@ class Scheduler:
             if self._follows(request):  # where there is no room for it as well: its leader may have to be raised
                 continue
             live = request.live
-            if not draft.budget or len(self._free_slots) < len(live):
+            if not draft.budget or self._slots.free < len(live):
                 return
             trunk = live[0]
-            reserve = self.blocks_owed() + self._branch_blocks(live) + self._blocks_after(trunk, len(request.trunk_tokens))
+            reserve = blocks_owed(self._running, self.memory) + branch_blocks(live, self.memory)
+            reserve += blocks_after(trunk, len(request.trunk_tokens), self.memory)
             admission = self.memory.plan_admission(trunk.lineage, request.trunk_tokens, reserve)
             if admission is None:
                 return
@@ -292,7 +286,7 @@ class Scheduler:
             request.residence += 1
             trunk.table = self.memory.admit(trunk.key, trunk.lineage, admission, trunk.owner)
             for sequence in live:
-                sequence.slot = heappop(self._free_slots)
+                sequence.slot = self._slots.take()
             if self.memory.prefix_cache:
                 self._forming.lead(trunk, request.trunk_tokens, len(admission.match.blocks))
             self._count_hits(trunk, admission.cached_tokens)
@@ -326,30 +320,6 @@ class Scheduler:
         for request in requests:
             insort(self._waiting, request, key=_rank)
 
-    def blocks_owed(self) -> int:
-        """Return how many blocks admitted requests still have to take for what they know: they are not another's."""
-        owed = 0
-        for request in self._running:
-            if not request.forked:
-                live = request.live
-                assert live[0].table is not None
-                owed += self.memory.blocks_for(live[0].promised + 1) - len(live[0].table.blocks) + self._branch_blocks(live)
-                continue
-            for sequence in request.sequences:
-                if not sequence.ended and not sequence.decoding:
-                    assert sequence.table is not None
-                    owed += self.memory.blocks_for(sequence.promised + 1) - len(sequence.table.blocks)
-        return owed
-
-    def _branch_blocks(self, live: list[Sequence]) -> int:
-        """Return how many blocks a request's others need beside those of its trunk, for what they know and one token more."""
-        shared = live[0].request.prompt_length // self.memory.block_size
-        return sum(self.memory.blocks_for(sequence.promised + 1) - shared for sequence in live[1:])
-
-    def _blocks_after(self, trunk: Sequence, length: int) -> int:
-        """Return how many blocks a trunk needs for what it knows behind its first `length` tokens."""
-        return self.memory.blocks_for(trunk.promised + 1) - self.memory.blocks_for(length + 1)
-
     def _seal(self, draft: _Draft) -> Plan:
         """Turn a draft into a plan that leaves."""
         self._step += 1
@@ -364,22 +334,20 @@ class Scheduler:
             known = start < len(sequence.tokens)
             tokens = sequence.tokens[start : start + count] if known else None
             assert len(tokens) == count if tokens is not None else count == 1
-            sampled: list[Sequence] = [sequence] if table.planned == sequence.promised else []
             forks: list[Sequence] = []
             if not request.forked and table.planned == request.prompt_length:
                 forking.append(request)
                 forks = request.live[1:]
-                sampled = [one for one in (sequence, *forks) if one.outputs_promised == 0]
+            sampled = [one for one in (sequence, *forks) if one.is_sampled_at(table.planned)]
             for one in sampled:
-                samples.append(PlannedSample(len(chunks), one.slot, one.outputs_promised))
-                one.outputs_promised += 1
+                samples.append(_planned_sample(len(chunks), one))
+                one.outputs_promised += request.search is None
             new_blocks, edits = sequence.tell()
             chunks.append(PlannedChunk(sequence.slot, start, count, tokens, new_blocks, edits))
             rows.append(_Row(sequence, request.residence, start, table.planned, tuple(sampled), tuple(forks)))
             sequence.in_flight += 1
             for one in sampled:
                 one.in_flight += one is not sequence
-        closes, self._closed_slots = tuple(self._closed_slots), []
         opens = tuple(
             (sequence.slot, request.submission.sampling, sequence.index)
             for request in draft.opened
@@ -388,7 +356,7 @@ class Scheduler:
         )
         self._in_flight.append((self._step, rows))
         self.counters.planned_steps += 1
-        plan = Plan(self._step, self.memory.end_step(), closes, opens, tuple(chunks), tuple(samples))
+        plan = Plan(self._step, self.memory.end_step(), self._slots.closes(), opens, tuple(chunks), tuple(samples))
         for request in forking:
             self._fork(request)
         return plan
@@ -444,6 +412,8 @@ class Scheduler:
             self._acknowledge(row)
             for sequence, result in outcomes:
                 self._append(sequence, result, now)
+            if row.sequence.request.search is not None:
+                self._searching[row.sequence.request] = None
 
     def _acknowledge(self, row: _Row) -> None:
         """Take note of what a row computed, where its sequence still is what it was when the row left."""
@@ -489,6 +459,9 @@ class Scheduler:
             return
         request = sequence.request
         submission = request.submission
+        if request.search is not None:
+            sequence.choices = result.choices
+            return
         if result.failed:
             self._complete(sequence, sequence.outputs, FinishReason.ERROR, now)
             return
@@ -500,7 +473,23 @@ class Scheduler:
             reason = FinishReason.LENGTH if sequence.outputs == submission.max_tokens else FinishReason.CONTEXT
             self._complete(sequence, sequence.outputs, reason, now)
 
+    def _search(self, now: float) -> None:
+        """Move the beams of every search that has all that it needs."""
+        due, self._searching = list(self._searching), {}
+        for request in due:
+            if can_move(request) and not move(request, self.memory):
+                self._conclude(request, now)
+
     # ---------------------------------------------------------------------------------------------------- ends
+
+    def _conclude(self, request: Request, now: float) -> None:
+        """End a request whose search is over."""
+        for event in outcome(request):
+            self._events.append(event)
+            if isinstance(event, SequenceEnd):
+                self.counters.decode_tokens += max(0, event.output_tokens - 1)
+        self.counters.finished_requests += 1
+        self._end(request, EndCode.OK, "", now)
 
     def _complete(self, sequence: Sequence, output_tokens: int, reason: FinishReason, now: float) -> None:
         """End one sequence, and with the last one its request."""
@@ -549,10 +538,10 @@ class Scheduler:
         if sequence.table is not None:
             self.memory.release(sequence.key, sequence.tokens)
             sequence.table = None
-        heappush(self._free_slots, sequence.slot)
-        self._closed_slots.append(sequence.slot)
+        self._slots.give_up(sequence.slot)
         sequence.slot = -1
         sequence.told = []
+        sequence.moved = False
 
     # ------------------------------------------------------------------------------------------------ invariants
 
@@ -576,8 +565,7 @@ class Scheduler:
         assert {(r.submission.tenant, r.submission.request_id) for r in self._requests.values()} == set(self._names)
         running = [sequence for request in self._running for sequence in request.live]
         assert set(self.memory.tables) == {sequence.key for sequence in running if sequence.table is not None}
-        slots = [sequence.slot for sequence in running]
-        assert sorted(slots + self._free_slots) == list(range(self.limits.max_running)), "slots do not add up"
+        checks += self._slots.check_invariants([sequence.slot for sequence in running])
         in_flight: dict[Sequence, int] = {}
         for _, rows in self._in_flight:
             for row in rows:
@@ -585,6 +573,11 @@ class Scheduler:
                     in_flight[sequence] = in_flight.get(sequence, 0) + 1
         for request in self._requests.values():
             assert request.live, "a request without a sequence"
+            if request.search is not None:
+                checks += request.search.check_invariants()
+                for lane in request.search.running:
+                    sequence = request.sequences[lane]
+                    assert sequence.tokens[request.prompt_length :] == request.search.tokens(lane), "a beam is in another lane"
             for sequence in request.live:
                 assert sequence.in_flight == in_flight.get(sequence, 0)
                 assert sequence.outputs <= sequence.outputs_promised <= request.max_outputs
@@ -594,7 +587,15 @@ class Scheduler:
                 if sequence.table is not None:
                     assert sequence.table.planned <= sequence.promised
                     assert len(sequence.told) <= len(sequence.table.blocks)
-        return checks + 6 * len(self._requests) + len(self._free_slots) + 4
+        return checks + 6 * len(self._requests) + 4
+
+
+def _planned_sample(chunk: int, sequence: Sequence) -> PlannedSample:
+    search = sequence.request.search
+    if search is None:
+        return PlannedSample(chunk, sequence.slot, sequence.outputs_promised)
+    alternatives = sequence.request.submission.alternatives
+    return PlannedSample(chunk, sequence.slot, sequence.outputs, max(search.choices, alternatives or 0), alternatives)
 
 
 def _rank(request: Request) -> tuple[int, int]:

@@ -44,10 +44,10 @@ class FrequencyMemory(Memory):
         self._values: dict[int, float] = {}  # cached block -> its value
         self._heap: list[tuple[float, int]] = []
 
-    def release(self, key: Hashable, tokens: array[int]) -> None:
+    def release(self, key: Hashable, tokens: array[int], *, keep_tail: bool = True) -> None:
         """See Memory; and count the use of each block."""
         blocks = self.tables[key].blocks
-        super().release(key, tokens)
+        super().release(key, tokens, keep_tail=keep_tail)
         for block in reversed(blocks):
             name = self.index.hash_of(block)
             if name is None:

@@ -89,10 +89,10 @@ class ReservingMemory(Memory):
         self._starts[key] = start
         return super().admit(key, lineage, admission, owner)
 
-    def release(self, key: Hashable, tokens: array[int]) -> None:
+    def release(self, key: Hashable, tokens: array[int], *, keep_tail: bool = True) -> None:
         """Take a sequence's run and table back."""
         self.buddy.release(self._starts.pop(key))
-        super().release(key, tokens)
+        super().release(key, tokens, keep_tail=keep_tail)
 
     def check_invariants(self) -> int:
         """See Memory; and the runs."""

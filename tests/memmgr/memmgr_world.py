@@ -17,6 +17,7 @@ from typing import Final
 from memmgr.core.events import Record
 from memmgr.core.memory import Memory, MemoryCounters
 from memmgr.core.prefix import root_hash
+from memmgr.schedule.beams import Choice
 from memmgr.schedule.plans import (
     EndCode,
     FinishReason,
@@ -36,7 +37,7 @@ from memmgr.schedule.scheduler import ScheduleCounters, Scheduler
 MOST_IN_FLIGHT: Final = 2
 
 _MASK: Final = 2**61 - 1
-_START: Final = 7
+START: Final = 7
 
 Slot = tuple[int, int]
 POISON: Final[Slot] = (-1, -1)
@@ -56,12 +57,44 @@ def sample(digest: int, position: int, vocabulary: int, index: int = 0) -> Sampl
     return Sampled(0, failed=True) if drawn % 97 == 0 else Sampled(drawn % vocabulary)
 
 
+def choose(digest: int, vocabulary: int, count: int) -> Sampled:
+    """Return the `count` most likely tokens after a context; now and then none: no numbers."""
+    if mix(digest, 4711) % 97 == 0:
+        return Sampled(0, failed=True)
+    likely = sorted((-1 - (mix(digest, 100_000 + token) >> 9) % 100_003 / 20_000, -token) for token in range(vocabulary))
+    return Sampled(0, choices=tuple(Choice(-token, logprob, "detail") for logprob, token in reversed(likely[-count:])))
+
+
+def search(
+    prompt: Iterable[int], vocabulary: int, width: int, penalty: float, most_outputs: int, stop: frozenset[int]
+) -> list[tuple[float, list[int]]]:
+    """Return the `width` best hypotheses, with their scores: beam search as it is defined, over whole texts."""
+    running: list[tuple[float, list[int]]] = [(0.0, [])]
+    done: list[tuple[float, list[int]]] = []
+    for length in range(1, most_outputs + 1):
+        nexts: list[tuple[float, list[int]]] = []
+        for total, outputs in running:
+            digest = START
+            for token in (*prompt, *outputs):
+                digest = mix(digest, token)
+            nexts += [(total + one.logprob, [*outputs, one.token]) for one in choose(digest, vocabulary, vocabulary).choices]
+        nexts.sort(key=lambda one: -one[0])
+        ending = [one for one in nexts[:width] if length == most_outputs or one[1][-1] in stop]
+        done = sorted([*done, *((total / length**penalty, outputs) for total, outputs in ending)], key=lambda one: -one[0])[
+            :width
+        ]
+        running = [one for one in nexts if one[1][-1] not in stop][:width]
+        if not running or (len(done) == width and running[0][0] / length**penalty <= done[-1][0]):
+            break
+    return done
+
+
 def answer(
     prompt: Iterable[int], vocabulary: int, max_tokens: int, context_length: int, stop: frozenset[int], index: int = 0
 ) -> tuple[list[int], FinishReason]:
     """Return what a request must get: no pages, no batch, no cache."""
     prompt = list(prompt)
-    digest = _START
+    digest = START
     for token in prompt:
         digest = mix(digest, token)
     outputs: list[int] = []
@@ -123,7 +156,12 @@ class Executor:
         for row in plan.samples:
             chunk, opened = plan.chunks[row.chunk], self.slots[row.slot]
             assert chunk.slot == row.slot or opened.length == 0, "a sequence that goes its own way is sampled from another's"
-            drawn.append(sample(self._read(self.slots[chunk.slot]), row.position, self.vocabulary, opened.index))
+            digest = self._read(self.slots[chunk.slot])
+            if row.choices:
+                drawn.append(choose(digest, self.vocabulary, row.choices))
+                opened.last = None
+                continue
+            drawn.append(sample(digest, row.position, self.vocabulary, opened.index))
             opened.last = drawn[-1].token
         return drawn
 
@@ -169,7 +207,7 @@ class Executor:
 
     def _read(self, slot: _Open) -> int:
         """Read the whole context through the table; return its digest."""
-        digest = _START
+        digest = START
         for position in range(slot.length):
             token, written = self.pool[slot.table[position // self.size]][position % self.size]
             assert (token, written) != POISON, f"position {position} was never written, or is another's by now"
@@ -243,6 +281,8 @@ class World:
         tenant: str = "tenant",
         deadline: float = float("inf"),
         samples: int = 1,
+        beam_width: int = 0,
+        length_penalty: float = 1.0,
     ) -> RequestKey:
         """Submit a request; its key."""
         key = (1, len(self.clients) + 1)
@@ -258,6 +298,8 @@ class World:
             salt=salt,
             deadline=deadline,
             samples=samples,
+            beam_width=beam_width,
+            length_penalty=length_penalty,
         )
         self.clients[key] = Client(submission, self.memory.pool.pinned)
         assert self.scheduler.submit(submission, self.now)
@@ -326,21 +368,42 @@ class World:
     def context(self, key: RequestKey) -> int:
         """Return how long a request's sequences may get: several of them have to fit together beside what is pinned."""
         asked, size = self.clients[key].submission, self.memory.block_size
-        if asked.samples == 1:
+        if asked.width == 1:
             return self.limits.context_length
         shared = len(asked.prompt) // size
-        each = (self.memory.pool.total - self.clients[key].pinned - shared) // asked.samples
+        each = (self.memory.pool.total - self.clients[key].pinned - shared) // asked.width
         return min(self.limits.context_length, (shared + each) * size)
 
     def check_answer(self, key: RequestKey) -> None:
         """Check that a request that was left alone got its answer."""
         client = self.clients[key]
+        assert client.end is not None
+        if client.submission.beam_width > 1:
+            self._check_beams(key, client)
+            return
         for index in range(client.submission.samples):
             tokens, reason = self.expected(key, index)
             assert client.outputs.get(index, []) == tokens
             assert client.sequence_ends[index] == SequenceEnd(key, index, len(tokens), reason)
         assert client.end is not None
         assert client.end.code is EndCode.OK
+
+    def _check_beams(self, key: RequestKey, client: Client) -> None:
+        asked = client.submission
+        room = self.context(key) - len(asked.prompt)
+        most = min(room, asked.max_tokens or room)
+        found = search(asked.prompt, self.vocabulary, asked.beam_width, asked.length_penalty, most, asked.stop_token_ids)
+        for index in range(asked.samples):
+            end = client.sequence_ends[index]
+            outputs = client.outputs.get(index, [])
+            if index >= len(found):
+                assert (end.reason, outputs) == (FinishReason.ERROR, [])
+                continue
+            score, tokens = found[index]
+            unended = FinishReason.LENGTH if len(tokens) == asked.max_tokens else FinishReason.CONTEXT
+            reason = FinishReason.EOS if tokens[-1] in asked.stop_token_ids else unended
+            assert (outputs, end.output_tokens, end.reason) == (tokens, len(tokens), reason)
+            assert abs(end.score - score) < 1e-9
 
     def check_view(self) -> None:
         """Check that the executor, all plans done, holds what was planned."""
