@@ -8,6 +8,7 @@ import click
 
 from cli.calls import json_option, plain, print_json, server_option, tenant_option
 from cli.options import together
+from kilburn.limits import MAX_BEAM_WIDTH, MAX_SAMPLES
 
 if TYPE_CHECKING:
     from kilburn.v1 import inference_pb2
@@ -25,6 +26,12 @@ _sampling_options: Final = together(
     click.option("--top-k", type=int),
     click.option("--min-p", type=float),
     click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Same seed, same tokens."),
+)
+
+_many_options: Final = together(
+    click.option("--n", type=click.IntRange(1, MAX_SAMPLES), default=1, show_default=True, help="Answers to return."),
+    click.option("--beams", "beam_width", type=click.IntRange(2, MAX_BEAM_WIDTH), help="Search with so many beams."),
+    click.option("--length-penalty", type=float, help="Of beams: more favours longer answers; default 1."),
 )
 
 _stopping_options: Final = together(
@@ -48,6 +55,7 @@ _output_options: Final = together(
 @click.option("--system", help="The system message of --chat.")
 @_stopping_options
 @_sampling_options
+@_many_options
 @_output_options
 @click.option("--request-id", default="", help="Else the gateway chooses one.")
 @click.option("--priority", type=click.IntRange(-(2**31), 2**31 - 1), default=0, help="Smaller runs first.")
@@ -72,11 +80,11 @@ def generate(text: str, chat: bool, system: str | None, server: str, tenant: str
     with Client(server, tenant) as client:
         stream = client.generate(request, timeout=deadline)
         try:
-            reason = _collect(stream) if as_json else _print(stream)
+            reasons = _collect(stream, request.n) if as_json else _print(stream, request.n)
         except KeyboardInterrupt:
             stream.cancel()
             raise
-    if reason == "FINISH_REASON_ERROR":
+    if "FINISH_REASON_ERROR" in reasons:
         click.echo("kilburn: the model's logits were not numbers", err=True)
         sys.exit(1)
 
@@ -90,7 +98,7 @@ def _request(text: str, chat: bool, system: str | None, fields: dict[str, Any]) 
         return {name: given[name] for name in names if name in given}
 
     request = pb.GenerateRequest(
-        **part("request_id", "priority", "cache_salt"),
+        **part("request_id", "priority", "cache_salt", "n", "beam_width", "length_penalty"),
         sampling=pb.Sampling(**part("temperature", "top_p", "top_k", "min_p", "seed")),
         stopping=pb.Stopping(**part("max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop")),
         output=pb.Output(**part("logprobs", "echo", "keep_special_tokens")),
@@ -103,34 +111,47 @@ def _request(text: str, chat: bool, system: str | None, fields: dict[str, Any]) 
     return request
 
 
-def _print(stream: "Iterable[inference_pb2.GenerateResponse]") -> str:
-    """Print text as it comes; return the finish reason."""
+def _print(stream: "Iterable[inference_pb2.GenerateResponse]", count: int) -> set[str]:
+    """Print text as it comes, or several answers one after the other once all are there; return the finish reasons."""
     from kilburn.v1.inference_pb2 import FinishReason
 
     terminal = sys.stdout.isatty()
+    if count > 1:
+        answers = _gather(stream, count)
+        for number, answer in enumerate(answers, start=1):
+            score = f" (score {answer.score:.4f})" if answer.score else ""
+            click.echo(f"{number}{score}: {answer.text.translate(_UNPRINTABLE) if terminal else answer.text}")
+        return {FinishReason.Name(answer.finish_reason) for answer in answers}
     reason = FinishReason.FINISH_REASON_UNSPECIFIED
     for response in stream:
         sys.stdout.write(response.text.translate(_UNPRINTABLE) if terminal else response.text)
         sys.stdout.flush()
         reason = response.finish_reason or reason
     click.echo()
-    return FinishReason.Name(reason)
+    return {FinishReason.Name(reason)}
 
 
-def _collect(stream: "Iterable[inference_pb2.GenerateResponse]") -> str:
-    """Print one JSON object at the end; return the finish reason."""
+def _collect(stream: "Iterable[inference_pb2.GenerateResponse]", count: int) -> set[str]:
+    """Print one JSON object at the end: an answer, or several under `answers`; return the finish reasons."""
+    answers = [plain(answer) for answer in _gather(stream, count)]
+    for answer in answers:
+        for name in ("offset", "prompt_logprobs"):  # of streams of other kinds
+            del answer[name]
+    print_json(answers[0] if count == 1 else {"answers": answers})
+    return {str(answer["finish_reason"]) for answer in answers}
+
+
+def _gather(stream: "Iterable[inference_pb2.GenerateResponse]", count: int) -> "list[inference_pb2.GenerateResponse]":
+    """Return each index's whole answer."""
     from kilburn.v1.inference_pb2 import GenerateResponse
 
-    whole = GenerateResponse()
-    text: list[str] = []
+    answers = [GenerateResponse() for _ in range(count)]
+    texts: list[list[str]] = [[] for _ in range(count)]
     for response in stream:
-        text.append(response.text)
+        texts[response.index].append(response.text)
         response.ClearField("text")
         response.ClearField("offset")
-        whole.MergeFrom(response)
-    whole.text = "".join(text)
-    answer = plain(whole)
-    for name in ("offset", "prompt_logprobs", "score"):  # of streams of other kinds
-        del answer[name]
-    print_json(answer)
-    return str(answer["finish_reason"])
+        answers[response.index].MergeFrom(response)
+    for answer, text in zip(answers, texts, strict=True):
+        answer.text = "".join(text)
+    return answers

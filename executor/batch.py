@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from executor.errors import PlanError
 from executor.sampler import Draw, Sampling
-from kilburn.limits import MAX_TOP_LOGPROBS
+from kilburn.limits import MAX_CHOICES, MAX_TOP_LOGPROBS
 from kilburn.v1.engine_pb2 import Chunk, SampleRow, SamplingParams, SlotOpen, SlotState, StepPlan
 
 #: Table entries that one Inspection may list; at most 5 bytes each on the wire, so that it stays under a frame's limit.
@@ -121,7 +121,7 @@ class Slots:
         return self._batch(plan, order, slots, tokens, samples)
 
     def sampled(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Remember what was sampled for each slot, for the chunk that names no ids."""
+        """Remember what was sampled for each slot, for the chunk that names no ids; -1 where nothing was drawn."""
         self._last_tokens[list(slots)] = token_ids
 
     def state(self) -> list[SlotState]:
@@ -250,7 +250,9 @@ class Slots:
         opened = self._open.get(sample.slot)
         if opened is None:
             raise PlanError(f"a sample names slot {sample.slot}, which is not open")
-        return Draw(opened[0], opened[1], sample.position)
+        if sample.choices > min(MAX_CHOICES, self._limits.vocab_size):
+            raise PlanError(f"{sample.choices} choices are asked for; at most {MAX_CHOICES} of the vocabulary are told")
+        return Draw(opened[0], opened[1], sample.position, sample.choices)
 
     def _check_range(self, blocks: Sequence[int]) -> None:
         # Negative numbers can't come over the wire.

@@ -36,6 +36,16 @@ def logprobs(logits: Tensor, token_ids: Sequence[int], alternatives: Sequence[in
     return [LogProb(*row) for row in zip(token_ids, values, ranks, tops, strict=True)]
 
 
+def most_likely(logits: Tensor, counts: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
+    """Return for each row so many of the most likely tokens, as (id, log-probability), most likely first, ties by id.
+
+    Args:
+        logits: [rows, vocabulary] float32, without NaN.
+        counts: one for each row; more than the vocabulary are all of it.
+    """
+    return _tops(logits, torch.logsumexp(logits, dim=-1), counts)
+
+
 def _tops(logits: Tensor, totals: Tensor, alternatives: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
     vocabulary = logits.shape[1]
     if not any(alternatives):

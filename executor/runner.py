@@ -20,7 +20,7 @@ from executor.pool import Pool
 from executor.progress import Progress
 from executor.sampler import Samples, sample
 from kernels.interface import AttentionBackend, KvCache, StepRows
-from kilburn.v1.engine_pb2 import Inspection, SampleLogprob, StepPlan, StepResult, StepTimes
+from kilburn.v1.engine_pb2 import Inspection, SampleChoices, SampleLogprob, StepPlan, StepResult, StepTimes
 from kilburn.v1.inference_pb2 import Alternative, TokenLogprob
 
 
@@ -113,7 +113,8 @@ class Runner:
     def _sample(self, batch: Batch, logits: Tensor) -> Samples:
         # Several samples may come out of one row.
         samples = sample(logits[self._tensor(batch.sample_logits)], batch.draws)
-        self._slots.sampled(batch.sample_slots, samples.token_ids)
+        drawn = [-1 if draw.choices else token for draw, token in zip(batch.draws, samples.token_ids, strict=True)]
+        self._slots.sampled(batch.sample_slots, drawn)
         return samples
 
     def _rows(self, batch: Batch) -> StepRows:
@@ -135,6 +136,10 @@ def _result(step: int, samples: Samples, times: StepTimes) -> StepResult:
         token_ids=samples.token_ids,
         failed=samples.failed,
         logprobs=[SampleLogprob(sample=number, logprob=_logprob(found)) for number, found in samples.logprobs.items()],
+        choices=[
+            SampleChoices(sample=number, token_ids=[one[0] for one in told], logprobs=[one[1] for one in told])
+            for number, told in samples.choices.items()
+        ],
         times=times,
     )
 

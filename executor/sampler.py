@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from executor.logprobs import LogProb, logprobs
+from executor.logprobs import LogProb, logprobs, most_likely
 from executor.race import Keys, race
 
 #: Logits that one pass of the draw works on; more rows than fit are drawn in several passes. Bounds a temporary to 32 MiB.
@@ -37,20 +37,25 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One sample: whose parameters, and the counter that makes its random numbers its own."""
+    """One sample: whose parameters, and the counter that makes its random numbers its own.
+
+    Where `choices` is not 0 nothing is drawn: so many of the most likely tokens are told instead.
+    """
 
     sampling: Sampling
     index: int
     position: int
+    choices: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """`token_ids` has one for each draw, 0 for the failed ones; `logprobs` those of the draws that asked and did not fail."""
+    """`token_ids` has one for each draw, 0 where none was drawn; the others what was asked for of those that did not fail."""
 
     token_ids: list[int]
     failed: list[int]
     logprobs: dict[int, LogProb]
+    choices: dict[int, tuple[tuple[int, float], ...]]  # (id, log-probability), most likely first
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> Samples:
@@ -65,7 +70,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Samples:
     peaks = logits.amax(dim=-1)  # NaN where the row holds one
     finite = torch.isfinite(peaks).tolist()
     tokens = logits.argmax(dim=-1)  # the lowest id among equals
-    drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0 and finite[row]]
+    drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0 and finite[row] and not draw.choices]
     size = max(1, _MAX_LOGITS // logits.shape[1])
     for start in range(0, len(drawn), size):
         rows = drawn[start : start + size]
@@ -73,16 +78,22 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Samples:
         tokens[index] = _draw(logits[index], peaks[index], [draws[row] for row in rows])
     token_ids = tokens.tolist()
     failed = [row for row, ok in enumerate(finite) if not ok]
-    for row in failed:
+    told = [row for row, draw in enumerate(draws) if draw.choices and finite[row]]
+    for row in (*failed, *told):
         token_ids[row] = 0
-    wanted = [row for row, draw in enumerate(draws) if draw.sampling.with_logprobs and finite[row]]
+    wanted = [row for row, draw in enumerate(draws) if draw.sampling.with_logprobs and finite[row] and not draw.choices]
     found: dict[int, LogProb] = {}
     for start in range(0, len(wanted), size):
         rows = wanted[start : start + size]
         alternatives = [draws[row].sampling.top_logprobs for row in rows]
         index = torch.tensor(rows, device=logits.device)
         found.update(zip(rows, logprobs(logits[index], [token_ids[row] for row in rows], alternatives), strict=True))
-    return Samples(token_ids, failed, found)
+    choices: dict[int, tuple[tuple[int, float], ...]] = {}
+    for start in range(0, len(told), size):
+        rows = told[start : start + size]
+        index = torch.tensor(rows, device=logits.device)
+        choices.update(zip(rows, most_likely(logits[index], [draws[row].choices for row in rows]), strict=True))
+    return Samples(token_ids, failed, found, choices)
 
 
 def _draw(logits: Tensor, peaks: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -20,7 +20,7 @@ from gateway.model import TextModel
 from gateway.streams import RequestStream
 from gateway.tokenizer import Tokenizer
 from gateway.validate import Checked, ModelLimits
-from kilburn.limits import MAX_GRPC_MESSAGE_BYTES, MAX_SAMPLES
+from kilburn.limits import MAX_BEAM_WIDTH, MAX_GRPC_MESSAGE_BYTES, MAX_SAMPLES
 from kilburn.v1 import engine_pb2 as wire
 from kilburn.v1 import inference_pb2 as api
 
@@ -37,9 +37,6 @@ _HUGE: Final = 256 * 1024
 
 #: Threads for work of ordinary size: it runs outside Python's lock, and the machine's processors are the executor's.
 _THREADS: Final = 2
-
-#: Beams that one request may ask for.
-_MAX_BEAM_WIDTH: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +154,7 @@ class Inference:
             attention_backend=model.attention_backend,
             has_chat_template=backend.text.tokenizer.has_chat_template,
             max_n=MAX_SAMPLES,
-            max_beam_width=_MAX_BEAM_WIDTH,
+            max_beam_width=MAX_BEAM_WIDTH,
             max_message_bytes=MAX_GRPC_MESSAGE_BYTES,
         )
 
@@ -234,6 +231,8 @@ def _submit(request: Checked, ids: list[int]) -> wire.Submit:
         priority=request.priority,
         cache_salt=request.cache_salt,
         samples=request.samples,
+        beam_width=request.beams,
+        length_penalty=request.length_penalty,
     )
 
 

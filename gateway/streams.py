@@ -34,6 +34,7 @@ class IndexOutput:
         self.finish: api.FinishReason.ValueType = api.FINISH_REASON_UNSPECIFIED
         self.finish_sent = False
         self.stop_match = ""
+        self.score = 0.0  # a beam's
         self.produced = 0  # tokens, sent or not
         self.echo = ""  # goes before everything else
         self._text = text
@@ -55,6 +56,7 @@ class IndexOutput:
         """Take tokens in; return True if a stop string ended the index by them, which the engine does not know."""
         if self.finish:
             return False
+        self.score = tokens.score
         ends_by_token = tokens.finish_reason == api.FINISH_REASON_EOS
         last = len(tokens.token_ids) - 1
         for number, token in enumerate(tokens.token_ids):
@@ -90,6 +92,7 @@ class IndexOutput:
             response.text += self._tail
             response.finish_reason = self.finish
             response.stop_match = self.stop_match
+            response.score = self.score
             self._tail = ""
             self.finish_sent = True
 

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from gateway.errors import CallError, Code, quoted
-from kilburn.limits import MAX_NAME_CHARACTERS, MAX_SAMPLES, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+from kilburn.limits import (
+    MAX_BEAM_WIDTH,
+    MAX_LENGTH_PENALTY,
+    MAX_NAME_CHARACTERS,
+    MAX_SAMPLES,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+)
 from kilburn.v1 import inference_pb2 as api
 
 #: Stop strings of one request, and the characters of each: what is held back of a stream is less than one of them.
@@ -86,6 +93,8 @@ class Checked:
     priority: int
     cache_salt: str
     samples: int  # from 1
+    beams: int  # 0: none
+    length_penalty: float
 
 
 def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
@@ -135,6 +144,8 @@ def check(
         priority=request.priority,
         cache_salt=request.cache_salt,
         samples=request.n or 1,
+        beams=_beams(request, stopping, limits),
+        length_penalty=request.length_penalty if request.HasField("length_penalty") else 1.0,
     )
 
 
@@ -204,6 +215,26 @@ def _sampling(request: api.GenerateRequest, limits: ModelLimits, draw_seed: Call
         seed=asked.seed if asked.HasField("seed") else draw_seed(),
         top_logprobs=logprobs,
     )
+
+
+def _beams(request: api.GenerateRequest, stopping: Stopping, limits: ModelLimits) -> int:
+    """Return the width of the search, 0 for none."""
+    width = request.beam_width
+    if width > MAX_BEAM_WIDTH:
+        raise _invalid("beam_width", f"is {width}; at most {MAX_BEAM_WIDTH} beams are searched with")
+    if width <= 1:
+        if request.HasField("length_penalty") and request.length_penalty != 1:
+            raise _invalid("length_penalty", "is for beams; give a beam_width above 1 with it")
+        return 0
+    if request.n > width:
+        raise _invalid("n", f"is {request.n}; a search with {width} beams returns at most as many")
+    named = [f"sampling.{field.name}" for field, _ in request.sampling.ListFields()]
+    named += ["stopping.stop"] if request.stopping.stop else []
+    if named:
+        raise CallError(Code.INVALID_VALUE, f"{named[0]} has no meaning with beam_width; leave it out", named[0])
+    if width + len(stopping.stop_token_ids) > limits.vocab_size:
+        raise _invalid("beam_width", f"is {width}; a vocabulary of {limits.vocab_size} tokens is too small for it")
+    return width
 
 
 def check_temperature(value: float) -> float:
@@ -276,7 +307,8 @@ def _check_rest(request: api.GenerateRequest, limits: ModelLimits) -> None:
         check_ids((token,), limits.vocab_size, "sampling.logit_bias")
         _in_range(f"sampling.logit_bias[{token}]", bias, -_MAX_LOGIT_BIAS <= bias <= _MAX_LOGIT_BIAS, "-100 to 100")
     if request.HasField("length_penalty"):
-        _in_range("length_penalty", request.length_penalty, True, "a finite number")
+        penalty = request.length_penalty
+        _in_range("length_penalty", penalty, abs(penalty) <= MAX_LENGTH_PENALTY, f"at most {MAX_LENGTH_PENALTY:g}, either way")
     if request.resume_seconds > MAX_RESUME_SECONDS:
         raise _invalid("resume_seconds", f"is {request.resume_seconds}; at most {MAX_RESUME_SECONDS} are taken")
 
@@ -309,8 +341,6 @@ def _which(kind: str | None) -> str:
 def _check_built(request: api.GenerateRequest) -> None:
     sampling = request.sampling
     neutral = {
-        "beam_width": request.beam_width <= 1,
-        "length_penalty": not request.HasField("length_penalty") or request.length_penalty == 1,
         "resume_seconds": request.resume_seconds == 0,
         "sampling.repetition_penalty": not sampling.HasField("repetition_penalty") or sampling.repetition_penalty == 1,
         "sampling.presence_penalty": sampling.presence_penalty == 0,

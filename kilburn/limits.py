@@ -9,7 +9,7 @@ GIB: Final = 1024 * MIB
 # ---------------------------------------------------------------------------------------------------------- wire
 
 #: Of all three processes; a peer of another one is refused at its hello.
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 
 #: One ZeroMQ frame. The longest that we send is a Submit: a prompt of a million ids in packed varints is under 4 MiB,
 #: and the gateway takes no gRPC message that long.
@@ -60,8 +60,17 @@ MAX_TOP_LOGPROBS: Final = 20
 #: Sequences of one request (`n`).
 MAX_SAMPLES: Final = 64
 
+#: Beams of one request (`beam_width`).
+MAX_BEAM_WIDTH: Final = 16
+
+#: Of beams, either way: a length of 2^20 to its power is still a number.
+MAX_LENGTH_PENALTY: Final = 16.0
+
 #: Stop token ids of one request, the model's own ends of sequence among them.
 MAX_STOP_TOKEN_IDS: Final = 128
+
+#: Continuations told of one beam: as many that do not end it as there are beams, behind all that do.
+MAX_CHOICES: Final = MAX_BEAM_WIDTH + MAX_STOP_TOKEN_IDS
 
 #: Tokens in a block.
 MAX_BLOCK_SIZE: Final = 1024

@@ -332,7 +332,7 @@ class Engine:
             return
         elif isinstance(body, engine.Cancel):
             self.session.scheduler.cancel((gateway, body.handle), EndCode.CANCELLED, "the call has ended", now)
-        elif isinstance(body, engine.Finish) and body.index == 0:
+        elif isinstance(body, engine.Finish):
             self.session.scheduler.finish((gateway, body.handle), body.index, body.output_tokens, now)
 
     def _meet_gateway(self, incoming: Incoming, hello: engine.GatewayHello, now: float) -> None:

@@ -3,19 +3,31 @@
 Knows both vocabularies; no sockets, no state.
 """
 
+import itertools
 import math
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kilburn.errors import KilburnError
-from kilburn.limits import MAX_BLOCK_SIZE, MAX_NAME_CHARACTERS, MAX_SAMPLES, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, PROTOCOL
+from kilburn.limits import (
+    MAX_BEAM_WIDTH,
+    MAX_BLOCK_SIZE,
+    MAX_LENGTH_PENALTY,
+    MAX_NAME_CHARACTERS,
+    MAX_SAMPLES,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    PROTOCOL,
+)
 from kilburn.v1 import engine_pb2 as engine
 from kilburn.v1 import inference_pb2 as inference
+from memmgr.schedule.beams import Choice
 from memmgr.schedule.plans import (
     Event,
     NewToken,
     Plan,
+    PlannedSample,
     RequestEnd,
     RequestKey,
     Sampled,
@@ -49,6 +61,8 @@ def read_submit(submit: engine.Submit, gateway: int, vocab_size: int, deadline: 
         raise MessageError("an empty prompt")
     if not 1 <= submit.samples <= MAX_SAMPLES:
         raise MessageError(f"{submit.samples} sequences; 1 to {MAX_SAMPLES} are made of one prompt")
+    if submit.beam_width > 1:
+        _check_beams(submit, vocab_size)
     if len(submit.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise MessageError(f"{len(submit.stop_token_ids)} stop token ids; at most {MAX_STOP_TOKEN_IDS} are taken")
     highest = max(submit.prompt_ids)
@@ -66,10 +80,22 @@ def read_submit(submit: engine.Submit, gateway: int, vocab_size: int, deadline: 
         max_tokens=submit.max_tokens,
         stop_token_ids=frozenset(submit.stop_token_ids),
         samples=submit.samples,
+        beam_width=submit.beam_width,
+        length_penalty=submit.length_penalty if submit.beam_width > 1 else 1.0,
+        alternatives=submit.sampling.top_logprobs if submit.sampling.with_logprobs else None,
         priority=submit.priority,
         salt=submit.cache_salt,
         deadline=deadline,
     )
+
+
+def _check_beams(submit: engine.Submit, vocab_size: int) -> None:
+    if not submit.samples <= submit.beam_width <= MAX_BEAM_WIDTH:
+        raise MessageError(f"{submit.samples} of {submit.beam_width} beams; at most {MAX_BEAM_WIDTH} are searched with")
+    if submit.beam_width + len(submit.stop_token_ids) > vocab_size:
+        raise MessageError(f"{submit.beam_width} beams need more tokens that go on than a vocabulary of {vocab_size} has")
+    if not abs(submit.length_penalty) <= MAX_LENGTH_PENALTY:
+        raise MessageError(f"a length penalty of {submit.length_penalty}; it is at most {MAX_LENGTH_PENALTY:g}, either way")
 
 
 def _check_sampling(sampling: engine.SamplingParams) -> None:
@@ -104,6 +130,7 @@ def token_batches(events: Iterable[Event]) -> dict[int, engine.TokenBatch]:
             open_runs[event.key, event.index] = run
         if isinstance(event, SequenceEnd):
             run.finish_reason = inference.FinishReason.ValueType(event.reason)
+            run.score = event.score
             continue
         run.token_ids.append(event.token)
         if event.logprob is not None:
@@ -161,21 +188,56 @@ def step_plan(plan: Plan) -> engine.StepPlan:
         for logical, block in chunk.edits:
             added.edits.add(logical=logical, block=block)
     for sample in plan.samples:
-        message.samples.add(chunk=sample.chunk, slot=sample.slot, position=sample.position)
+        message.samples.add(chunk=sample.chunk, slot=sample.slot, position=sample.position, choices=sample.choices)
     return message
 
 
-def read_result(result: engine.StepResult, samples: int, vocab_size: int) -> Sequence[Sampled]:
+def read_result(result: engine.StepResult, samples: Sequence[PlannedSample], vocab_size: int) -> Sequence[Sampled]:
     """Return what was sampled, in the order of the plan's samples.
 
     Raises:
-        MessageError: the result is not one of a plan with so many samples.
+        MessageError: the result is not one of a plan with these samples.
     """
-    if len(result.token_ids) != samples:
-        raise MessageError(f"{len(result.token_ids)} tokens for {samples} samples")
+    if len(result.token_ids) != len(samples):
+        raise MessageError(f"{len(result.token_ids)} tokens for {len(samples)} samples")
     failed = set(result.failed)
     logprobs = {entry.sample: entry.logprob for entry in result.logprobs}
-    for sample, token in enumerate(result.token_ids):
-        if token >= vocab_size and sample not in failed:
+    told = {entry.sample: entry for entry in result.choices}
+    for number, token in enumerate(result.token_ids):
+        if token >= vocab_size and number not in failed:
             raise MessageError(f"token id {token} is outside the vocabulary of {vocab_size}")
-    return [Sampled(token, sample in failed, logprobs.get(sample)) for sample, token in enumerate(result.token_ids)]
+    sampled: list[Sampled] = []
+    for number, (token, sample) in enumerate(zip(result.token_ids, samples, strict=True)):
+        choices: tuple[Choice, ...] = ()
+        if sample.choices and number not in failed:
+            choices = _choices(told.get(number, engine.SampleChoices()), sample, vocab_size)
+        sampled.append(Sampled(token, number in failed, logprobs.get(number), choices))
+    return sampled
+
+
+def _choices(told: engine.SampleChoices, sample: PlannedSample, vocab_size: int) -> tuple[Choice, ...]:
+    """Return what could follow a beam.
+
+    Raises:
+        MessageError: it is not what the sample asked for.
+    """
+    ids, logprobs = told.token_ids, told.logprobs
+    if len(ids) != sample.choices or len(logprobs) != sample.choices:
+        raise MessageError(f"{len(ids)} choices and {len(logprobs)} log-probabilities where {sample.choices} were asked for")
+    if len(set(ids)) != len(ids) or max(ids) >= vocab_size:
+        raise MessageError("a choice is named twice, or is outside the vocabulary")
+    if any(math.isnan(logprob) or logprob == math.inf for logprob in logprobs):
+        raise MessageError("a choice whose log-probability is no number")
+    details: Iterable[object] = itertools.repeat(None)
+    if sample.alternatives is not None:
+        top = [inference.Alternative(token_id=token, logprob=logprob) for token, logprob in zip(ids, logprobs, strict=True)]
+        details = [
+            inference.TokenLogprob(token_id=token, logprob=logprob, rank=rank, top=top[: sample.alternatives])
+            for token, logprob, rank in zip(ids, logprobs, _ranks(logprobs), strict=True)
+        ]
+    return tuple(Choice(*one) for one in zip(ids, logprobs, details, strict=False))
+
+
+def _ranks(logprobs: Sequence[float]) -> list[int]:
+    """Return for each of the most likely tokens 1 + how many are strictly more likely."""
+    return [1 + sum(other > logprob for other in logprobs) for logprob in logprobs]

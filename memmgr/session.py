@@ -21,7 +21,7 @@ from memmgr.core.memory import Memory, MemoryCounters
 from memmgr.core.pins import Pin
 from memmgr.core.prefix import root_hash
 from memmgr.messages import MessageError, read_result, step_plan
-from memmgr.schedule.plans import Limits
+from memmgr.schedule.plans import Limits, PlannedSample
 from memmgr.schedule.scheduler import ScheduleCounters, Scheduler
 
 #: Plans out at once: the executor has the next one when it ends a step, and a token's fate is known one step later at the most.
@@ -99,7 +99,7 @@ class Session:
         self.scheduler: Final = Scheduler(
             memory, limits, lambda tenant, salt: root_hash(fingerprint, tenant, salt), totals.schedule
         )
-        self._samples: dict[int, int] = {}  # step -> samples of its plan
+        self._samples: dict[int, tuple[PlannedSample, ...]] = {}  # step -> samples of its plan
         self._inspections: dict[int, _Expected] = {}
         self._inspected = 0
         self._heard = now
@@ -141,7 +141,7 @@ class Session:
         self.totals.steps.planning += planned - began
         if self.scheduler.plans_in_flight == 1:
             self._progressed = now  # nothing was out: the executor's standing still was no fault
-        self._samples[plan.step] = len(plan.samples)
+        self._samples[plan.step] = plan.samples
         message = step_plan(plan)
         self.totals.steps.transport += time.perf_counter_ns() - planned
         return message

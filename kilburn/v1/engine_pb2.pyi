@@ -356,6 +356,8 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     DEADLINE_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    BEAM_WIDTH_FIELD_NUMBER: _builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     tenant: _builtins.str
     request_id: _builtins.str
@@ -368,7 +370,11 @@ class Submit(_message.Message):
     deadline_unix_seconds: _builtins.float
     """0: none"""
     samples: _builtins.int
-    """sequences to make of the prompt, from 1"""
+    """sequences to return, from 1"""
+    beam_width: _builtins.int
+    """above 1: they are the best of a beam search; `sampling` says only which logprobs to tell"""
+    length_penalty: _builtins.float
+    """of beams"""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -391,10 +397,12 @@ class Submit(_message.Message):
         cache_salt: _builtins.str = ...,
         deadline_unix_seconds: _builtins.float = ...,
         samples: _builtins.int = ...,
+        beam_width: _builtins.int = ...,
+        length_penalty: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "deadline_unix_seconds", b"deadline_unix_seconds", "handle", b"handle", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "samples", b"samples", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam_width", b"beam_width", "cache_salt", b"cache_salt", "deadline_unix_seconds", b"deadline_unix_seconds", "handle", b"handle", "length_penalty", b"length_penalty", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "samples", b"samples", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -529,12 +537,15 @@ class SequenceTokens(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     index: _builtins.int
     offset: _builtins.int
     """output tokens of this index before these"""
     finish_reason: _inference_pb2.FinishReason.ValueType
     """set with the index's last tokens"""
+    score: _builtins.float
+    """of a beam, with finish_reason"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -550,10 +561,11 @@ class SequenceTokens(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_inference_pb2.TokenLogprob] | None = ...,
         finish_reason: _inference_pb2.FinishReason.ValueType = ...,
+        score: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "handle", b"handle", "index", b"index", "logprobs", b"logprobs", "offset", b"offset", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "handle", b"handle", "index", b"index", "logprobs", b"logprobs", "offset", b"offset", "score", b"score", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -862,22 +874,26 @@ class SampleRow(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
     chunk: _builtins.int
     """index into chunks"""
     slot: _builtins.int
     """takes the token as the one it sampled last"""
     position: _builtins.int
     """the output index of the token: the random number's counter"""
+    choices: _builtins.int
+    """not 0: draw nothing, and tell of so many of the most likely tokens instead"""
     def __init__(
         self,
         *,
         chunk: _builtins.int = ...,
         slot: _builtins.int = ...,
         position: _builtins.int = ...,
+        choices: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "position", b"position", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "chunk", b"chunk", "position", b"position", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -893,6 +909,7 @@ class StepResult(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     error: _builtins.str
     """not empty: the step could not be done, and why; the executor ends"""
@@ -908,6 +925,10 @@ class StepResult(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleLogprob]: ...
     @_builtins.property
     def times(self) -> Global___StepTimes: ...
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleChoices]:
+        """of the samples that asked for them and did not fail"""
+
     def __init__(
         self,
         *,
@@ -917,10 +938,11 @@ class StepResult(_message.Message):
         logprobs: _abc.Iterable[Global___SampleLogprob] | None = ...,
         times: Global___StepTimes | None = ...,
         error: _builtins.str = ...,
+        choices: _abc.Iterable[Global___SampleChoices] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "failed", b"failed", "logprobs", b"logprobs", "step", b"step", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "error", b"error", "failed", b"failed", "logprobs", b"logprobs", "step", b"step", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -949,6 +971,36 @@ class SampleLogprob(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SampleLogprob: _TypeAlias = SampleLogprob  # noqa: Y015
+
+@_typing.final
+class SampleChoices(_message.Message):
+    """What could follow, for a beam search: the most likely first, ties by id. The sample's own token_id is 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    sample: _builtins.int
+    """index into the plan's samples"""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        sample: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "sample", b"sample", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampleChoices: _TypeAlias = SampleChoices  # noqa: Y015
 
 @_typing.final
 class StepTimes(_message.Message):

@@ -81,8 +81,13 @@ def read_expected(path: Path = EXPECTED) -> list[Expected]:
 
 def write_expected(about: dict[str, str], prompts: list[Expected], path: Path = EXPECTED) -> None:
     """Write the kept prompts, one a line; `about` says what made them."""
-    lines = ",\n".join(json.dumps(asdict(prompt), ensure_ascii=False) for prompt in prompts)
-    path.write_text(f'{{"about": {json.dumps(about)},\n"prompts": [\n{lines}\n]}}\n', encoding="utf-8")
+    write_rows(about, "prompts", [asdict(prompt) for prompt in prompts], path)
+
+
+def write_rows(about: dict[str, str], name: str, rows: list[dict[str, Any]], path: Path) -> None:
+    """Write rows of that name, one a line."""
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    path.write_text(f'{{"about": {json.dumps(about)},\n"{name}": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 def _candidate(entry: dict[str, Any]) -> Candidate:

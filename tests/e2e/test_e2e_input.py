@@ -45,7 +45,9 @@ BAD = {
     "21 log-probabilities": (api.GenerateRequest(text="x", output=api.Output(logprobs=21)), INVALID, "invalid-value"),
     "request id in Greek": (api.GenerateRequest(text="x", request_id="λ"), INVALID, "invalid-value"),
     "n": (greedy([1], 4, n=1_000_000), INVALID, "invalid-value"),
-    "beams": (greedy([1], 4, beam_width=3), NOT_BUILT, "not-built"),
+    "beams with a temperature": (greedy([1], 4, beam_width=3), INVALID, "invalid-value"),
+    "too many beams": (from_ids([1], 4, beam_width=1000), INVALID, "invalid-value"),
+    "more returned than searched": (from_ids([1], 4, beam_width=3, n=4), INVALID, "invalid-value"),
     "resume_seconds": (greedy([1], 4, resume_seconds=10), NOT_BUILT, "not-built"),
 }
 

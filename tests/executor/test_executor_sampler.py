@@ -26,8 +26,22 @@ def draw(
     index: int = 0,
     position: int = 0,
     top_logprobs: int | None = None,
+    choices: int = 0,
 ) -> Draw:
-    return Draw(Sampling(temperature, top_p, top_k, min_p, seed, top_logprobs is not None, top_logprobs or 0), index, position)
+    given = Sampling(temperature, top_p, top_k, min_p, seed, top_logprobs is not None, top_logprobs or 0)
+    return Draw(given, index, position, choices)
+
+
+def test_choices_are_the_most_likely_tokens_and_draw_nothing() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [5.0, 1.0, 2.0, 3.0], [0.0, math.nan, 0.0, 0.0]])
+    samples = sample(logits.clone(), [draw(choices=3), draw(temperature=0), draw(choices=2)])
+    assert samples.token_ids == [0, 0, 0]
+    assert samples.failed == [2]
+    assert samples.logprobs == {}
+    assert samples.choices.keys() == {0}
+    expected = logits[0].log_softmax(dim=-1).tolist()
+    assert [token for token, _ in samples.choices[0]] == [1, 3, 2]
+    assert [logprob for _, logprob in samples.choices[0]] == pytest.approx([expected[1], expected[3], expected[2]])
 
 
 draws = st.builds(

@@ -207,7 +207,7 @@ async def test_a_reader_that_stalls_gets_everything_in_few_messages(gateway: Run
         ({"chat": {"messages": [{"role": "robot"}]}}, "INVALID_ARGUMENT", "bad-chat", "no robots here"),
         ({"sampling": {"temperature": float("nan")}}, "INVALID_ARGUMENT", "invalid-value", "temperature is nan"),
         ({"request_id": "é" * 1_000_000}, "INVALID_ARGUMENT", "invalid-value", "request_id"),
-        ({"beam_width": 2}, "UNIMPLEMENTED", "not-built", "beam_width is not built yet"),
+        ({"beam_width": 2, "sampling": {"seed": 1}}, "INVALID_ARGUMENT", "invalid-value", "sampling.seed has no meaning"),
         ({"output": {"prompt_logprobs": True}}, "UNIMPLEMENTED", "not-built", "prompt_logprobs"),
     ],
 )
@@ -461,7 +461,7 @@ async def test_get_model(gateway: Running) -> None:
         attention_backend="reference",
         has_chat_template=True,
         max_n=64,
-        max_beam_width=1,
+        max_beam_width=16,
         max_message_bytes=MAX_GRPC_MESSAGE_BYTES,
     )
 

@@ -33,6 +33,8 @@ CHECKED = Checked(
     priority=0,
     cache_salt="",
     samples=1,
+    beams=0,
+    length_penalty=1.0,
 )
 
 

@@ -14,6 +14,7 @@ from kilburn.v1 import engine_pb2 as engine
 from kilburn.v1 import inference_pb2 as inference
 from memmgr.core.memory import StepMemory
 from memmgr.messages import MAX_BLOCKS, MessageError, check_hello, read_result, read_submit, step_plan, token_batches
+from memmgr.schedule.beams import Choice
 from memmgr.schedule.plans import (
     EndCode,
     FinishReason,
@@ -139,12 +140,57 @@ def test_an_executor_that_can_is_not(changes: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------------------ result
 
 
+def samples(count: int) -> list[PlannedSample]:
+    return [PlannedSample(0, slot, 0) for slot in range(count)]
+
+
+def told(ids: list[int], logprobs: list[float], sample: int = 0) -> engine.StepResult:
+    choices = engine.SampleChoices(sample=sample, token_ids=ids, logprobs=logprobs)
+    return engine.StepResult(step=1, token_ids=[0], choices=[choices])
+
+
+def test_choices_are_read_with_what_is_to_be_told_of_them() -> None:
+    result = told([7, 3, 5], [-0.5, -1.0, -1.0])
+    (plain,) = read_result(result, [PlannedSample(0, 0, 4, choices=3)], VOCABULARY)
+    assert plain.choices == (Choice(7, -0.5), Choice(3, -1.0), Choice(5, -1.0))
+    (told_of,) = read_result(result, [PlannedSample(0, 0, 4, choices=3, alternatives=2)], VOCABULARY)
+    top = [inference.Alternative(token_id=7, logprob=-0.5), inference.Alternative(token_id=3, logprob=-1.0)]
+    assert [choice.detail for choice in told_of.choices] == [
+        inference.TokenLogprob(token_id=7, logprob=-0.5, rank=1, top=top),
+        inference.TokenLogprob(token_id=3, logprob=-1.0, rank=2, top=top),
+        inference.TokenLogprob(token_id=5, logprob=-1.0, rank=2, top=top),
+    ]
+
+
+def test_a_failed_sample_has_no_choices() -> None:
+    result = engine.StepResult(step=1, token_ids=[0], failed=[0])
+    assert list(read_result(result, [PlannedSample(0, 0, 0, choices=3)], VOCABULARY)) == [Sampled(0, failed=True)]
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (engine.StepResult(step=1, token_ids=[0]), "0 choices and 0"),
+        (told([1, 2, 3], [-1.0, -2.0, -3.0], sample=1), "0 choices and 0"),
+        (told([1, 2], [-1.0, -2.0]), "2 choices"),
+        (told([1, 2, 3], [-1.0, -2.0]), "2 log-probabilities"),
+        (told([1, 2, 2], [-1.0, -2.0, -3.0]), "twice"),
+        (told([1, 2, VOCABULARY], [-1.0, -2.0, -3.0]), "outside the vocabulary"),
+        (told([1, 2, 3], [-1.0, float("nan"), -3.0]), "no number"),
+        (told([1, 2, 3], [float("inf"), -1.0, -3.0]), "no number"),
+    ],
+)
+def test_choices_that_were_not_asked_for_are_refused(result: engine.StepResult, words: str) -> None:
+    with pytest.raises(MessageError, match=words):
+        read_result(result, [PlannedSample(0, 0, 0, choices=3)], VOCABULARY)
+
+
 def test_a_result_is_read() -> None:
     logprob = inference.TokenLogprob(token_id=6, logprob=-0.5)
     result = engine.StepResult(
         step=1, token_ids=[5, 6, 2**31], failed=[2], logprobs=[engine.SampleLogprob(sample=1, logprob=logprob)]
     )
-    assert list(read_result(result, 3, VOCABULARY)) == [
+    assert list(read_result(result, samples(3), VOCABULARY)) == [
         Sampled(5),
         Sampled(6, logprob=logprob),
         Sampled(2**31, failed=True),
@@ -154,12 +200,12 @@ def test_a_result_is_read() -> None:
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2, 3]])
 def test_a_result_with_another_number_of_samples_is_refused(tokens: list[int]) -> None:
     with pytest.raises(MessageError, match="tokens for 2 samples"):
-        read_result(engine.StepResult(step=1, token_ids=tokens), 2, VOCABULARY)
+        read_result(engine.StepResult(step=1, token_ids=tokens), samples(2), VOCABULARY)
 
 
 def test_a_result_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(MessageError, match="outside"):
-        read_result(engine.StepResult(step=1, token_ids=[VOCABULARY]), 1, VOCABULARY)
+        read_result(engine.StepResult(step=1, token_ids=[VOCABULARY]), samples(1), VOCABULARY)
 
 
 # ------------------------------------------------------------------------------------------------------- what we send
