@@ -15,6 +15,8 @@ table was admitted with; `detail` depends on the kind:
     PINNED       first pin                  -           Unindexed
     UNPINNED     last pin that went         -           Unindexed
     PREEMPTED    - (-1)                     who         -
+    SWAPPED_OUT  content, to the host       who         -; RELEASED follows
+    SWAPPED_IN   content, from the host     who         -; ALLOCATED came before
     STARTED      - (-1)                     -           -; a new pool, all blocks free
 
 A block whose last reference goes is cached where it is in the index; else FREED follows.
@@ -33,6 +35,8 @@ INDEXED: Final = 5
 EVICTED: Final = 6
 FREED: Final = 7
 PREEMPTED: Final = 8
+SWAPPED_OUT: Final = 9
+SWAPPED_IN: Final = 10
 FLUSHED: Final = 12
 PINNED: Final = 13
 UNPINNED: Final = 14

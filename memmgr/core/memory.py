@@ -46,6 +46,8 @@ class MemoryCounters:
     copied_blocks: int = 0
     partial_copies: int = 0
     forks: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -87,10 +89,16 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """What a step does to blocks beside computing: `copies` as (source, destination), made first; `freed` hold nothing of use."""
+    """What a step does to blocks before it computes, in this order.
+
+    `outs` as (block, host block): what is swapped out is read. `freed`: these hold nothing of use. `ins` as (host block, block):
+    what is swapped in is there. `copies` as (source, destination).
+    """
 
     copies: tuple[tuple[int, int], ...]
     freed: tuple[int, ...]
+    outs: tuple[tuple[int, int], ...] = ()
+    ins: tuple[tuple[int, int], ...] = ()
 
 
 class Memory:

@@ -20,7 +20,7 @@ def can_move(request: Request) -> bool:
     if request.state is State.ENDED or request.in_flight or any(lanes[lane].choices is None for lane in search.running):
         return False
     if request.state is State.WAITING:
-        return True  # it has no memory: tokens alone move
+        return not request.swapped  # without memory: tokens alone move
     tables = [lanes[lane].table for lane in search.running]
     return request.forked and all(
         table is not None and table.planned == lanes[lane].promised for lane, table in zip(search.running, tables, strict=True)

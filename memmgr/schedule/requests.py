@@ -3,7 +3,8 @@
     state     on                                            becomes
     WAITING   admitted: slots and a table given             RUNNING
     WAITING   cancelled, deadline passed, executor lost     ENDED
-    RUNNING   preempted: slots and tables taken back        WAITING, with its arrival, so its seniority
+    RUNNING   preempted: slots and tables taken back        WAITING, with its arrival, so its seniority; swapped, where its
+                                                            tables went to the host
     RUNNING   all its sequences have ended                  ENDED
     RUNNING   cancelled, lost                               ENDED
 
@@ -156,6 +157,7 @@ class Request:
         "sequences",
         "state",
         "submission",
+        "swapped",
     )
 
     def __init__(
@@ -169,6 +171,7 @@ class Request:
         self.arrived_at: Final = now
         self.priority = submission.priority  # in force: raised while a more urgent request waits for what this one computes
         self.state = State.WAITING
+        self.swapped = False  # it waits, and what its sequences had is on the host
         self.forked = False  # the prompt is in plans that left, and each of its sequences has a table
         self.residence = 0  # counts admissions: a result for an earlier one acknowledges nothing
         self.first_admitted_at: float | None = None

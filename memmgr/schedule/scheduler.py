@@ -12,9 +12,10 @@ to its request wherever that is by now; for one that has ended it is discarded a
 Pure: no I/O, no clock, no randomness. What clients are to hear gathers in order until `take_events`.
 """
 
+from array import array
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
@@ -22,6 +23,7 @@ from typing import Final
 
 from memmgr.core.memory import Memory
 from memmgr.core.prefix import Lineage
+from memmgr.core.swap import SwappingMemory
 from memmgr.schedule.forming import FormingPrefixes
 from memmgr.schedule.lanes import can_move, move, outcome
 from memmgr.schedule.plans import (
@@ -91,6 +93,7 @@ class Scheduler:
 
     def __init__(self, memory: Memory, limits: Limits, root_of: Callable[[str, str], bytes], counters: ScheduleCounters) -> None:
         self.memory: Final = memory
+        self._swap: Final = memory if isinstance(memory, SwappingMemory) and memory.host.total else None
         self.limits: Final = limits
         self.counters: Final = counters
         self._root_of = root_of
@@ -243,7 +246,7 @@ class Scheduler:
             if sequence.request.state is State.RUNNING:  # not preempted a moment ago
                 self._schedule(draft, sequence)
         self._admit(draft, now)
-        if not draft.counts and not self._slots.any_closing:
+        if not draft.counts and not draft.opened and not self._slots.any_closing:
             return None
         return self._seal(draft)
 
@@ -268,6 +271,10 @@ class Scheduler:
             request = self._waiting[0]
             if request.in_flight:
                 return  # preempted a moment ago: its last token is not back yet
+            if request.swapped:
+                if not self._swap_in(draft, request):
+                    return
+                continue
             if self._follows(request):  # where there is no room for it as well: its leader may have to be raised
                 continue
             live = request.live
@@ -279,22 +286,48 @@ class Scheduler:
             admission = self.memory.plan_admission(trunk.lineage, request.trunk_tokens, reserve)
             if admission is None:
                 return
-            del self._waiting[0]
-            insort(self._running, request, key=_rank)
-            request.state = State.RUNNING
+            self._begin(draft, request)
             request.forked = len(live) == 1
-            request.residence += 1
             trunk.table = self.memory.admit(trunk.key, trunk.lineage, admission, trunk.owner)
-            for sequence in live:
-                sequence.slot = self._slots.take()
             if self.memory.prefix_cache:
                 self._forming.lead(trunk, request.trunk_tokens, len(admission.match.blocks))
             self._count_hits(trunk, admission.cached_tokens)
             if request.first_admitted_at is None:
                 request.first_admitted_at = now
                 request.cached_tokens = admission.cached_tokens
-            draft.opened.append(request)
             self._schedule(draft, trunk)
+
+    def _begin(self, draft: _Draft, request: Request) -> None:
+        """Make the first of the queue a running request, with slots."""
+        del self._waiting[0]
+        insort(self._running, request, key=_rank)
+        request.state = State.RUNNING
+        request.residence += 1
+        for sequence in request.live:
+            sequence.slot = self._slots.take()
+        draft.opened.append(request)
+
+    def _swap_in(self, draft: _Draft, request: Request) -> bool:
+        """Bring the first of the queue back from the host. False: it has to wait."""
+        assert self._swap is not None
+        live = request.live
+        if not draft.budget or self._slots.free < len(live):
+            return False
+        tables: dict[Hashable, array[int]] = {one.key: one.tokens for one in live if one.key in self._swap.swapped}
+        needed = self.memory.blocks_for(live[0].promised + 1) + branch_blocks(live, self.memory)
+        needed += blocks_owed(self._running, self.memory)
+        swap = self._swap.plan_swap_in(list(tables), tables, needed)
+        if swap is None:
+            return False
+        self._begin(draft, request)
+        request.swapped = False
+        back = self._swap.swap_in(swap)
+        for sequence in live:
+            sequence.table = back.get(sequence.key)
+            self._schedule(draft, sequence)
+        if request.search is not None:
+            self._searching[request] = None
+        return True
 
     def _follows(self, request: Request) -> bool:
         """Let the first of the queue wait for a prefix that is being computed, if there is one, and be as urgent as it is."""
@@ -373,12 +406,29 @@ class Scheduler:
     def _preempt(self, request: Request, draft: _Draft) -> None:
         """Take a running request's memory back; it waits with the rank that it had."""
         assert request not in draft.opened, "a request was admitted without the blocks for its prompt"
+        lengths: dict[Hashable, int] = {}
         for sequence in request.sequences:
-            draft.budget += draft.counts.pop(sequence, 0)
+            count = draft.counts.pop(sequence, 0)
+            draft.budget += count
+            if sequence.table is not None:
+                lengths[sequence.key] = sequence.table.planned - count
         self.memory.note_preemption(request.trunk.owner)
+        self._swap_out(request, lengths)
         self._set_aside(request)
         request.preemptions += 1
         self.counters.preemptions += 1
+
+    def _swap_out(self, request: Request, lengths: dict[Hashable, int]) -> None:
+        """Let what a request has wait on the host, where that is wanted and has room; else it will be computed again."""
+        if self._swap is None:
+            return
+        swap = self._swap.plan_swap_out(lengths)
+        if swap is None:
+            return
+        self._swap.swap_out(swap, {sequence.key: sequence.tokens for sequence in request.live})
+        for sequence in request.live:
+            sequence.table = None
+        request.swapped = True
 
     def _set_aside(self, request: Request) -> None:
         """Send a running request back to the queue; it has the rank that it had."""
@@ -505,6 +555,10 @@ class Scheduler:
                 self._set_aside(request)  # the others have nothing yet: another one has to compute the prompt
             else:
                 self._release(sequence)
+        else:
+            self._drop_swapped(sequence)
+            # Where it was the trunk, and nothing had forked, there is nothing to bring back.
+            request.swapped = request.swapped and request.forked
         sequence.ended = True
 
     def _end(self, request: Request, code: EndCode, message: str, now: float) -> None:
@@ -516,7 +570,8 @@ class Scheduler:
         else:
             del self._waiting[bisect_left(self._waiting, request.rank, key=_rank)]
         request.state = State.ENDED
-        for sequence in request.sequences:
+        for sequence in request.live:
+            self._drop_swapped(sequence)
             sequence.ended = True
         del self._requests[submission.key]
         del self._names[submission.tenant, submission.request_id]
@@ -530,6 +585,10 @@ class Scheduler:
         request.priority = request.submission.priority
         for sequence in request.live:
             self._release(sequence)
+
+    def _drop_swapped(self, sequence: Sequence) -> None:
+        if self._swap is not None and sequence.key in self._swap.swapped:
+            self._swap.drop_swapped(sequence.key)
 
     def _release(self, sequence: Sequence) -> None:
         """Take slot and memory from one sequence of a running request."""
@@ -565,6 +624,9 @@ class Scheduler:
         assert {(r.submission.tenant, r.submission.request_id) for r in self._requests.values()} == set(self._names)
         running = [sequence for request in self._running for sequence in request.live]
         assert set(self.memory.tables) == {sequence.key for sequence in running if sequence.table is not None}
+        if self._swap is not None:
+            swapped = [sequence for request in self._waiting if request.swapped for sequence in request.live]
+            assert set(self._swap.swapped) <= {sequence.key for sequence in swapped}, "a table on the host is nobody's"
         checks += self._slots.check_invariants([sequence.slot for sequence in running])
         in_flight: dict[Sequence, int] = {}
         for _, rows in self._in_flight:

@@ -62,6 +62,8 @@ class Rebuilt:
         elif event.kind == admin.EVENT_KIND_SHARED:
             assert block.state != admin.BLOCK_STATE_FREE
             block.holders[who] += 1
+        elif event.kind in {admin.EVENT_KIND_SWAPPED_OUT, admin.EVENT_KIND_SWAPPED_IN}:
+            assert block.holders[who]
         elif event.kind == admin.EVENT_KIND_COPIED:
             assert block.state == self.blocks[event.source].state == admin.BLOCK_STATE_LIVE
         elif event.kind == admin.EVENT_KIND_RELEASED:

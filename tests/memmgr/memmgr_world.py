@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from memmgr.core.events import Record
-from memmgr.core.memory import Memory, MemoryCounters
+from memmgr.core.memory import MemoryCounters
 from memmgr.core.prefix import root_hash
+from memmgr.core.swap import SwappingMemory
 from memmgr.schedule.beams import Choice
 from memmgr.schedule.plans import (
     EndCode,
@@ -126,10 +127,13 @@ class _Open:
 class Executor:
     """Does plans in order. Whatever a plan may not ask of it is an assertion here."""
 
-    def __init__(self, total: int, size: int, max_slots: int, max_step_tokens: int, vocabulary: int) -> None:
+    def __init__(
+        self, total: int, size: int, max_slots: int, max_step_tokens: int, vocabulary: int, host_blocks: int = 0
+    ) -> None:
         self.size, self.total = size, total
         self.max_slots, self.max_step_tokens, self.vocabulary = max_slots, max_step_tokens, vocabulary
         self.pool: list[list[Slot]] = [[POISON] * size for _ in range(total)]
+        self.host: list[list[Slot]] = [[POISON] * size for _ in range(host_blocks)]
         self.slots: dict[int, _Open] = {}
         self.step = 0
         self.computed = 0
@@ -166,8 +170,18 @@ class Executor:
         return drawn
 
     def _blocks(self, plan: Plan) -> None:
+        places = [place for _, place in plan.memory.outs]
+        read = {place for place, _ in plan.memory.ins}
+        assert len(set(places)) == len(places)
+        for block, place in plan.memory.outs:
+            self.host[place] = list(self.pool[block])
         for block in plan.memory.freed:
             self.pool[block] = [POISON] * self.size
+        assert len({block for _, block in plan.memory.ins}) == len(plan.memory.ins) == len(read)
+        for place, block in plan.memory.ins:
+            assert self.host[place] != [POISON] * self.size, "a block comes in that never went out"
+            self.pool[block] = list(self.host[place])
+            self.host[place] = [POISON] * self.size
         sources = {source for source, _ in plan.memory.copies}
         destinations = [destination for _, destination in plan.memory.copies]
         assert len(set(destinations)) == len(destinations)
@@ -255,15 +269,23 @@ class World:
         vocabulary: int = 50,
         prefix_cache: bool = True,
         records: list[Record] | None = None,
+        host_blocks: int = 0,
     ) -> None:
         self.vocabulary = vocabulary
         self.records = records
         self.limits = Limits(max_running, max_waiting, max_step_tokens, context_length or blocks * block_size)
-        self.memory = Memory(blocks, block_size, prefix_cache=prefix_cache, counters=MemoryCounters(), records=records)
+        self.memory = SwappingMemory(
+            blocks,
+            block_size,
+            prefix_cache=prefix_cache,
+            counters=MemoryCounters(),
+            records=records,
+            host_blocks=host_blocks,
+        )
         self.scheduler = Scheduler(
             self.memory, self.limits, lambda tenant, salt: root_hash("model", tenant, salt), ScheduleCounters()
         )
-        self.executor = Executor(blocks, block_size, max_running, max_step_tokens, vocabulary)
+        self.executor = Executor(blocks, block_size, max_running, max_step_tokens, vocabulary, host_blocks)
         self.in_flight: deque[Plan] = deque()
         self.clients: dict[RequestKey, Client] = {}
         self.now = 0.0
@@ -423,6 +445,9 @@ class World:
         assert not self.scheduler.waiting
         assert not self.executor.slots
         assert memory.pool.live == 0
+        assert not memory.swapped
+        assert memory.host.used == 0
+        assert blocks.swapped_in_blocks <= blocks.swapped_out_blocks
         assert memory.pool.free + memory.pool.cached == memory.pool.total
         assert blocks.allocated_blocks - blocks.freed_blocks == memory.pool.cached
         assert counted.prefill_tokens == counted.prefix_query_tokens - counted.prefix_hit_tokens

@@ -151,6 +151,7 @@ def test_beams_samples_and_single_requests_disturb_nobody(data: st.DataObject) -
         max_step_tokens=running + data.draw(st.integers(0, 8)),
         vocabulary=14,
         prefix_cache=data.draw(st.booleans()),
+        host_blocks=data.draw(st.sampled_from([0, 10, 200])),
     )
     keys = []
     for _ in range(data.draw(st.integers(1, 5))):

@@ -84,6 +84,7 @@ def worlds(draw: st.DrawFn, records: bool = False) -> World:
         context_length=(blocks - spare) * block_size - draw(st.sampled_from([0, 0, 1, 3])),
         vocabulary=12,
         prefix_cache=draw(st.sampled_from([True, True, True, False])),
+        host_blocks=draw(st.sampled_from([0, 0, 4, 100])),
         records=[] if records else None,
     )
 
