@@ -17,9 +17,10 @@ from kilburn.errors import KilburnError
 from kilburn.limits import EXECUTOR_STALL_SECONDS, MAX_PINS, PEER_TIMEOUT_SECONDS
 from kilburn.v1 import engine_pb2 as engine
 from memmgr.core.events import Record
-from memmgr.core.memory import Memory, MemoryCounters
+from memmgr.core.memory import MemoryCounters
 from memmgr.core.pins import Pin
 from memmgr.core.prefix import root_hash
+from memmgr.core.swap import SwappingMemory
 from memmgr.messages import MessageError, read_result, step_plan
 from memmgr.schedule.plans import Limits, PlannedSample
 from memmgr.schedule.scheduler import ScheduleCounters, Scheduler
@@ -82,20 +83,23 @@ class Session:
         now: float,
         *,
         prefix_cache: bool,
+        swap: bool = False,
         records: list[Record] | None = None,
     ) -> None:
         self.incarnation: Final = incarnation
         self.attempt: Final = hello.attempt
         self.model: Final = hello.model
         self.totals: Final = totals
-        memory = Memory(
+        memory = SwappingMemory(
             hello.model.total_blocks,
             hello.model.block_size,
             prefix_cache=prefix_cache,
             counters=totals.memory,
             records=records,
+            host_blocks=hello.host_blocks if swap else 0,
         )
         fingerprint = hello.model.fingerprint
+        self.memory: Final = memory
         self.scheduler: Final = Scheduler(
             memory, limits, lambda tenant, salt: root_hash(fingerprint, tenant, salt), totals.schedule
         )
