@@ -1,0 +1,281 @@
+"""What looking costs: the step rate while tools read the allocator, and the longest step during a dump of a million blocks.
+
+    python -m benchmarks.observing [--json] [--seconds 20] [-- FLAGS OF kilburn up]
+
+First an instance with 64 sequences decoding in a pool of 4,096 blocks. In turn nobody looks, and GetPool is asked for every 10 ms
+and the full ListBlocks each second, for so many seconds each, five times; the client is there in both and pinned to one processor.
+Then the memory manager alone, with a million blocks and an executor that answers at once: the gaps between its steps, quiet and
+during dumps.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import click
+import zmq
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.answering import AnsweringExecutor, KeepingGateway
+from cli.instance import instance
+from kilburn.client import AdminClient, Client
+from kilburn.v1 import inference_pb2 as api
+from kilburn.wire.endpoints import executor_endpoint, gateway_endpoint
+
+_SEQUENCES: Final = 64
+_BLOCKS: Final = 4096
+_PAIRS: Final = 5
+_POOL_SECONDS: Final = 0.01
+_BLOCKS_SECONDS: Final = 1.0
+_MILLION: Final = 1_000_000
+_DUMPS: Final = 5
+_START_SECONDS: Final = 120.0
+_PROMPT_TOKENS: Final = 32
+_OUTPUT_TOKENS: Final = 900
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """Steps a second, nobody looking and looked at; the pair whose change is the median."""
+
+    quiet: float
+    watched: float
+    change: float
+    changes: tuple[float, ...]
+    pools_read: int
+    dumps_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dumped:
+    """Milliseconds between two steps of the memory manager: the median, and the longest, quiet and during dumps."""
+
+    blocks: int
+    dump_seconds: float
+    median_quiet_ms: float
+    longest_quiet_ms: float
+    median_dumping_ms: float
+    longest_dumping_ms: float
+
+
+# ------------------------------------------------------------------------------------------------ the watched instance
+
+
+def _load(gateway: str, processor: int) -> None:
+    """Keep the sequences decoding for ever, in a process of its own."""
+    os.sched_setaffinity(0, {processor})
+    with Client(gateway) as client:
+        vocab_size = client.model().vocab_size
+        threads = [threading.Thread(target=_stream, args=(client, number, vocab_size), daemon=True) for number in range(_SEQUENCES)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def _stream(client: Client, number: int, vocab_size: int) -> None:
+    chance = random.Random(number)  # noqa: S311 - prompts, not secrets
+    while True:
+        ids = [chance.randrange(vocab_size) for _ in range(_PROMPT_TOKENS)]
+        request = api.GenerateRequest(
+            token_ids=api.TokenIds(ids=ids),
+            sampling=api.Sampling(temperature=0),
+            stopping=api.Stopping(max_tokens=_OUTPUT_TOKENS, ignore_eos=True),
+        )
+        for _ in client.generate(request):
+            pass
+
+
+def watch(seconds: float, flags: Sequence[str], progress: Progress) -> Watched:
+    """Measure the first part."""
+    task = progress.add_task("watching", total=2 * _PAIRS)
+    processor = max(os.sched_getaffinity(0))
+    context = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory(prefix="kilburn-bench-") as folder,
+        instance(Path(folder) / "run", "--num-blocks", str(_BLOCKS), *flags) as running,
+        AdminClient(running.admin) as admin,
+    ):
+        load = context.Process(target=_load, args=(running.gateway, processor), daemon=True)
+        load.start()
+        os.sched_setaffinity(0, {processor})
+        try:
+            deadline = time.monotonic() + _START_SECONDS
+            while admin.pool().running < _SEQUENCES:
+                if time.monotonic() > deadline:
+                    raise click.ClickException(f"{_SEQUENCES} sequences did not come to run at once")
+                time.sleep(0.2)
+            rates: list[tuple[float, float]] = []
+            pools = dumps = 0
+            for pair in range(_PAIRS):
+                found: dict[bool, float] = {}
+                for looks in (False, True) if pair % 2 == 0 else (True, False):  # so that a drift falls on both
+                    found[looks], read, dumped = _arm(admin, seconds, looks=looks)
+                    pools, dumps = pools + read, dumps + dumped
+                    progress.advance(task)
+                rates.append((found[False], found[True]))
+        finally:
+            load.terminate()
+            load.join()
+    changes = [watched / quiet - 1 for quiet, watched in rates]
+    middle = sorted(range(_PAIRS), key=lambda pair: changes[pair])[_PAIRS // 2]
+    return Watched(*rates[middle], changes[middle], tuple(changes), pools, dumps)
+
+
+def _arm(admin: AdminClient, seconds: float, *, looks: bool) -> tuple[float, int, int]:
+    """Return the steps a second, and how often the pool and the blocks were read."""
+    first, began = admin.pool(), time.monotonic()
+    end, dump_at, pools, dumps = began + seconds, began, 0, 0
+    while (now := time.monotonic()) < end:
+        if not looks:
+            time.sleep(end - now)
+            continue
+        if now >= dump_at:
+            assert sum(1 for _ in admin.blocks()) == _BLOCKS
+            dump_at, dumps = dump_at + _BLOCKS_SECONDS, dumps + 1
+        else:
+            admin.pool()
+            pools += 1
+            time.sleep(max(0.0, _POOL_SECONDS - (time.monotonic() - now)))
+    last, ended = admin.pool(), time.monotonic()
+    return (last.step - first.step) / (ended - began), pools, dumps
+
+
+# -------------------------------------------------------------------------------------------------- a million blocks
+
+
+@contextmanager
+def _memory_manager(folder: Path) -> Iterator[str]:
+    """Run a memory manager alone; its admin address."""
+    words = ["memmgr", "--runtime-dir", str(folder), "--admin", "127.0.0.1:0", "--max-running", str(_SEQUENCES)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cli", *words, "--log-format", "json"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    assert process.stderr is not None
+    try:
+        address = ""
+        while not address:
+            line = process.stderr.readline()
+            if not line:
+                raise click.ClickException("the memory manager did not start")
+            address = json.loads(line).get("admin", "")
+        threading.Thread(target=process.stderr.read, daemon=True).start()  # or it blocks on a full pipe
+        yield address
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def dump(progress: Progress) -> Dumped:
+    """Measure the second part."""
+    task = progress.add_task("dumping", total=_DUMPS + 1)
+    with tempfile.TemporaryDirectory(prefix="kilburn-bench-") as name, _memory_manager(Path(name) / "run") as address:
+        folder = Path(name) / "run"
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        executor = AnsweringExecutor(context, executor_endpoint(folder), _MILLION, 16, _SEQUENCES)
+        gateway = KeepingGateway(context, gateway_endpoint(folder), _SEQUENCES, 256, 256)
+        stopping = threading.Event()
+
+        def pump() -> None:
+            while not stopping.is_set():
+                executor.listen()
+
+        def keep() -> None:
+            while not stopping.is_set():
+                gateway.listen()
+
+        threads = [threading.Thread(target=pump), threading.Thread(target=keep)]
+        for thread in threads:
+            thread.start()
+        try:
+            with AdminClient(address) as admin:
+                deadline = time.monotonic() + _START_SECONDS
+                while admin.pool().running < _SEQUENCES and time.monotonic() < deadline:
+                    time.sleep(0.2)
+                quiet_from = len(executor.answered)
+                time.sleep(5)
+                quiet_to = len(executor.answered)
+                progress.advance(task)
+                began = time.monotonic()
+                for _ in range(_DUMPS):
+                    assert sum(1 for _ in admin.blocks()) == _MILLION
+                    progress.advance(task)
+                seconds = (time.monotonic() - began) / _DUMPS
+                dumping_to = len(executor.answered)
+        finally:
+            stopping.set()
+            for thread in threads:
+                thread.join()
+            executor.close()
+            gateway.close()
+            context.term()
+    if gateway.refused:
+        raise click.ClickException(f"a request was refused: {gateway.refused}")
+    quiet, dumping = _gaps(executor.answered[quiet_from:quiet_to]), _gaps(executor.answered[quiet_to:dumping_to])
+    return Dumped(_MILLION, seconds, statistics.median(quiet), max(quiet), statistics.median(dumping), max(dumping))
+
+
+def _gaps(times: Sequence[float]) -> list[float]:
+    """Return the milliseconds between one step and the next."""
+    if len(times) < 2:  # noqa: PLR2004 - a gap has two ends
+        raise click.ClickException("the memory manager made no steps")
+    return [(later - earlier) * 1e3 for earlier, later in zip(times, times[1:], strict=False)]
+
+
+def show(watched: Watched, dumped: Dumped, console: Console) -> None:
+    """Print the tables for people."""
+    table = Table(title=f"{_SEQUENCES} sequences in {_BLOCKS:,} blocks: steps a second, the median of {_PAIRS} pairs")
+    for column in ("nobody looks", "looked at", "change", "least to most", "GetPool", "ListBlocks"):
+        table.add_column(column, justify="right")
+    table.add_row(
+        f"{watched.quiet:.2f}",
+        f"{watched.watched:.2f}",
+        f"{watched.change:+.1%}",
+        f"{min(watched.changes):+.1%} to {max(watched.changes):+.1%}",
+        str(watched.pools_read),
+        str(watched.dumps_read),
+    )
+    console.print(table)
+    table = Table(title=f"the memory manager alone, {dumped.blocks:,} blocks: milliseconds between two steps")
+    for column in ("", "median", "longest"):
+        table.add_column(column, justify="right")
+    table.add_row("quiet", f"{dumped.median_quiet_ms:.2f}", f"{dumped.longest_quiet_ms:.1f}")
+    dumping = f"during dumps of {dumped.dump_seconds:.1f} s"
+    table.add_row(dumping, f"{dumped.median_dumping_ms:.2f}", f"{dumped.longest_dumping_ms:.1f}")
+    console.print(table)
+
+
+@click.command(help=__doc__, context_settings={"ignore_unknown_options": True})
+@click.option("--json", "as_json", is_flag=True, help="Print one object instead of tables.")
+@click.option("--seconds", type=click.FloatRange(1, 300), default=20.0, show_default=True, help="Of each arm of the first part.")
+@click.option("--part", type=click.Choice(["both", "watch", "dump"]), default="both", show_default=True)
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+def main(as_json: bool, seconds: float, part: str, flags: Sequence[str]) -> None:
+    """See the module."""
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        dumped = dump(progress) if part != "watch" else None
+        watched = watch(seconds, flags, progress) if part != "dump" else None
+    if as_json:
+        parts = {"watched": watched and asdict(watched), "dumped": dumped and asdict(dumped)}
+        json.dump(parts, sys.stdout)
+        print()
+        return
+    show(watched, dumped, Console(width=None if sys.stdout.isatty() else 160))
+
+
+if __name__ == "__main__":
+    main()
