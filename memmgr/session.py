@@ -20,6 +20,7 @@ from memmgr.core.events import Record
 from memmgr.core.memory import Memory, MemoryCounters
 from memmgr.core.pins import Pin
 from memmgr.core.prefix import root_hash
+from memmgr.journal.recording import Journal
 from memmgr.messages import MessageError, read_result, step_plan
 from memmgr.schedule.plans import Limits, PlannedSample
 from memmgr.schedule.scheduler import ScheduleCounters, Scheduler
@@ -83,12 +84,14 @@ class Session:
         *,
         prefix_cache: bool,
         records: list[Record] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.incarnation: Final = incarnation
         self.attempt: Final = hello.attempt
         self.model: Final = hello.model
         self.totals: Final = totals
-        memory = Memory(
+        new_memory = Memory if journal is None else journal.memory
+        memory = new_memory(
             hello.model.total_blocks,
             hello.model.block_size,
             prefix_cache=prefix_cache,

@@ -1,0 +1,383 @@
+"""A memory whose operations are recorded before it does them, and what came of them after.
+
+`JournaledMemory` is a Memory that tells a `Journal` of each operation; where no journal is wanted, a plain Memory is used and
+nothing is paid. The journal keeps what it is told until `flush`, which the engine calls once a round, after its plans have left:
+never more than some MiB. Growing and acknowledging are nearly all that happens: such operations in a row are one entry.
+
+What can't be written ends the journal and nothing else: one line in the log, and serving goes on.
+
+Knows the memory's operations and the journal's entries; not who calls for them, nor the file's layout.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Sequence
+from io import BytesIO
+from typing import Final
+from zlib import crc32
+
+from google.protobuf.proto import serialize_length_prefixed
+
+from kilburn import __version__
+from kilburn.limits import MIB
+from kilburn.log import Logger
+from kilburn.v1.journal_pb2 import JournalEntry
+from memmgr.core.blocks import BlockPool
+from memmgr.core.events import Record
+from memmgr.core.memory import Admission, Growth, Memory, MemoryCounters, StepMemory, Table
+from memmgr.core.pins import Pin, Pins
+from memmgr.core.prefix import Lineage, PrefixIndex
+from memmgr.journal.files import MAX_FRAME_BYTES, JournalFile
+
+#: Operations in one entry, and tokens in it: more begin another one. Entries in one frame, in bytes: more are written at once.
+_MAX_OPERATIONS: Final = 4096
+_MAX_TOKENS: Final = 65536
+_MAX_BUFFERED_BYTES: Final = MIB
+
+
+def step_check(memory: Memory, step: StepMemory) -> int:
+    """Return a checksum of what a step does to blocks and of how many are in which state after it."""
+    pool, counters = memory.pool, memory.counters
+    numbers = array("q", (block for copy in step.copies for block in copy))
+    numbers.extend((-1, *step.freed, -1, pool.live, pool.cached, pool.shared, pool.pinned, pool.pinned_cached))
+    numbers.extend((len(memory.index), len(memory.tables), counters.allocated_blocks, counters.evicted_blocks))
+    return crc32(numbers.tobytes())
+
+
+class Journal:
+    """See the module. One journal records one memory manager's pools, one after another."""
+
+    def __init__(self, file: JournalFile, log: Logger, unix_seconds: float) -> None:
+        self._file: JournalFile | None = file
+        self._log = log
+        self._buffer = BytesIO()
+        self._clock = 0.0
+        self._entry: JournalEntry | None = None  # of the last operation; its outcome may still come
+        # The operations in a row; nothing else happens until they are an entry.
+        self._growing = False  # or else acknowledging
+        self._sequences: list[int] = []
+        self._counts: list[int] = []
+        self._tokens: list[int] = []
+        self._outcomes: list[int] = []
+        entry = self.begin()
+        entry.run.version = __version__
+        entry.run.started_unix_seconds = unix_seconds
+        entry.run.cut_bytes = file.cut_bytes
+        self.flush()
+
+    @property
+    def written_bytes(self) -> int:
+        """The size of the file; 0 where it is no longer written."""
+        return 0 if self._file is None else self._file.size
+
+    def memory(
+        self,
+        total_blocks: int,
+        block_size: int,
+        *,
+        prefix_cache: bool,
+        counters: MemoryCounters,
+        records: list[Record] | None = None,
+    ) -> Memory:
+        """Return the memory of a new pool, in the place of the one before."""
+        if self._file is None:
+            return Memory(total_blocks, block_size, prefix_cache=prefix_cache, counters=counters, records=records)
+        pool = self.begin().pool
+        pool.total_blocks, pool.block_size, pool.prefix_cache = total_blocks, block_size, prefix_cache
+        self._clock = 0.0
+        return JournaledMemory(self, total_blocks, block_size, prefix_cache=prefix_cache, counters=counters, records=records)
+
+    # ---------------------------------------------------------------------------------------------- the operations
+
+    def begin(self, now: float | None = None) -> JournalEntry:
+        """Return the entry of one operation, to be filled before it is done, but for its outcome."""
+        self._settle()
+        if now is not None and now != self._clock:
+            self._clock = now
+            self._put(JournalEntry(clock=now))
+        entry = self._entry = JournalEntry()
+        return entry
+
+    def grow(self, now: float, sequence: int, count: int) -> None:
+        """A sequence is about to grow by `count` tokens."""
+        if not self._growing or now != self._clock or len(self._sequences) >= _MAX_OPERATIONS:
+            self._begin_row(now, growing=True)
+        self._sequences.append(sequence)
+        self._counts.append(count)
+
+    def acknowledge(self, now: float, sequence: int, count: int, tokens: array[int] | None) -> None:
+        """A sequence is about to have `count` more tokens computed; `tokens` are those of the blocks that are full by that."""
+        if (
+            self._growing
+            or now != self._clock
+            or not 0 < len(self._sequences) < _MAX_OPERATIONS
+            or len(self._tokens) >= _MAX_TOKENS
+        ):
+            self._begin_row(now, growing=False)
+        self._sequences.append(sequence)
+        self._counts.append(count)
+        if tokens is not None:
+            self._tokens.extend(tokens)
+
+    def came(self, outcomes: Sequence[int]) -> None:
+        """What came of the last operation in a row."""
+        self._outcomes.extend(outcomes)
+
+    def _begin_row(self, now: float, *, growing: bool) -> None:
+        self._settle()
+        if now != self._clock:
+            self._clock = now
+            self._put(JournalEntry(clock=now))
+        self._growing = growing
+
+    def _settle(self) -> None:
+        """Put the entry of what was recorded last into the buffer."""
+        if self._entry is not None:
+            self._put(self._entry)
+            self._entry = None
+        if self._sequences:
+            entry = JournalEntry()
+            if self._growing:
+                entry.grow.sequences.extend(self._sequences)
+                entry.grow.counts.extend(self._counts)
+                entry.grow.blocks.extend(self._outcomes)
+            else:
+                entry.acknowledge.sequences.extend(self._sequences)
+                entry.acknowledge.counts.extend(self._counts)
+                entry.acknowledge.tokens.extend(self._tokens)
+                entry.acknowledge.nodes.extend(self._outcomes)
+            self._put(entry)
+            for column in (self._sequences, self._counts, self._tokens, self._outcomes):
+                column.clear()
+        self._growing = False
+
+    def _put(self, entry: JournalEntry) -> None:
+        serialize_length_prefixed(entry, self._buffer)
+        if self._buffer.tell() >= _MAX_BUFFERED_BYTES:
+            self._write()
+
+    # ---------------------------------------------------------------------------------------------------- the file
+
+    def flush(self) -> None:
+        """Write what was recorded. Between two operations only."""
+        self._settle()
+        if self._buffer.tell():
+            self._write()
+
+    def _write(self) -> None:
+        payload = self._buffer.getvalue()
+        self._buffer = BytesIO()
+        if self._file is None:
+            return
+        reason: str | None = None
+        if len(payload) > MAX_FRAME_BYTES:
+            reason = f"an entry of {len(payload)} bytes; at most {MAX_FRAME_BYTES} can be read again"
+        else:
+            try:
+                self._file.append(payload)
+            except OSError as error:
+                reason = error.strerror
+        if reason is not None:
+            self._log.error(
+                "the journal ends here: it can't be written; serving goes on without it",
+                journal=str(self._file.path),
+                reason=reason,
+                whole_bytes=self._file.size,
+            )
+            self._file.close()
+            self._file = None
+
+    def close(self, *, ended: bool) -> None:
+        """Write what is left and close the file. `ended`: as asked to, not by an error."""
+        if ended:
+            self.begin().end.SetInParent()
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class JournaledMemory(Memory):
+    """A memory that tells its journal. `Journal.memory` makes them. Every method that changes something is here."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        total_blocks: int,
+        block_size: int,
+        *,
+        prefix_cache: bool,
+        counters: MemoryCounters,
+        records: list[Record] | None,
+    ) -> None:
+        self._journal: Final = journal
+        self._numbers: Final[dict[Hashable, int]] = {}  # of the sequences that have a table
+        self._unused_numbers: Final[list[int]] = []
+        super().__init__(total_blocks, block_size, prefix_cache=prefix_cache, counters=counters, records=records)
+
+    def _new_pins(self, records: list[Record] | None) -> Pins:
+        return JournaledPins(self._journal, self.pool, self.index, records)
+
+    def _number(self, key: Hashable) -> int:
+        """Give a new sequence its number."""
+        number = self._unused_numbers.pop() if self._unused_numbers else len(self._numbers)
+        self._numbers[key] = number
+        return number
+
+    def admit(self, key: Hashable, lineage: Lineage, admission: Admission, owner: object = None) -> Table:
+        """See Memory."""
+        match = admission.match
+        entry = self._journal.begin(self.now)
+        admit = entry.admit
+        admit.sequence = self._number(key)
+        admit.root, admit.tenant = lineage.root, lineage.tenant
+        admit.blocks.extend(match.blocks)
+        if match.tail_tokens:
+            admit.tail, admit.tail_tokens = match.tail, match.tail_tokens
+        table = super().admit(key, lineage, admission, owner)
+        entry.outcome = table.blocks[-1] if match.tail_tokens else 0
+        return table
+
+    def fork(self, parent: Hashable, key: Hashable, owner: object = None) -> Table:
+        """See Memory."""
+        entry = self._journal.begin(self.now)
+        entry.fork.parent = self._numbers[parent]
+        entry.fork.sequence = self._number(key)
+        table = super().fork(parent, key, owner)
+        entry.outcome = 0
+        return table
+
+    def grow(self, growth: Growth) -> None:
+        """See Memory."""
+        table = growth.table
+        self._journal.grow(self.now, self._numbers[table.key], growth.length - table.planned)
+        super().grow(growth)
+        changed = growth.new_blocks + growth.clone
+        if changed:
+            self._journal.came(table.blocks[-changed:])
+
+    def acknowledge(self, table: Table, computed: int, tokens: array[int]) -> None:
+        """See Memory."""
+        size = self.block_size
+        first, full = table.committed, computed // size
+        number, count = self._numbers[table.key], (computed - table.computed) % 2**32  # if negative, it is refused again
+        if not self.prefix_cache or full <= first:
+            self._journal.acknowledge(self.now, number, count, None)
+            super().acknowledge(table, computed, tokens)
+            return
+        self._journal.acknowledge(self.now, number, count, tokens[first * size : full * size])
+        super().acknowledge(table, computed, tokens)
+        self._journal.came((0 if table.node is None else table.node.block + 1,))
+
+    def release(self, key: Hashable, tokens: array[int]) -> None:
+        """See Memory."""
+        table = self.tables[key]
+        entry = self._journal.begin(self.now)
+        number = entry.release.sequence = self._numbers[key]
+        if self.prefix_cache:
+            entry.release.tokens.extend(tokens[table.computed // self.block_size * self.block_size : table.computed])
+        super().release(key, tokens)
+        entry.outcome = 0
+        del self._numbers[key]
+        self._unused_numbers.append(number)
+
+    def distrust(self, table: Table) -> None:
+        """See Memory."""
+        entry = self._journal.begin(self.now)
+        entry.distrust.sequence = self._numbers[table.key]
+        super().distrust(table)
+        entry.outcome = 0
+
+    def distrust_cached(self, lineage: Lineage, tokens: array[int]) -> None:
+        """See Memory."""
+        entry = self._journal.begin(self.now)
+        entry.distrust_cached.root, entry.distrust_cached.tenant = lineage.root, lineage.tenant
+        entry.distrust_cached.tokens.extend(tokens)
+        super().distrust_cached(lineage, tokens)
+        entry.outcome = 0
+
+    def flush(self) -> int:
+        """See Memory."""
+        entry = self._journal.begin(self.now)
+        entry.flush.SetInParent()
+        entry.outcome = super().flush()
+        return entry.outcome
+
+    def flush_part(self, part: range, tenant: str) -> int:
+        """See Memory. A part is a run of blocks."""
+        assert part.step == 1
+        entry = self._journal.begin(self.now)
+        entry.flush_part.start, entry.flush_part.stop, entry.flush_part.tenant = part.start, part.stop, tenant
+        entry.outcome = super().flush_part(part, tenant)
+        return entry.outcome
+
+    def end_step(self) -> StepMemory:
+        """See Memory."""
+        entry = self._journal.begin(self.now)
+        entry.end_step.SetInParent()
+        step = super().end_step()
+        entry.outcome = step_check(self, step)
+        return step
+
+    def note_preemption(self, owner: object) -> None:
+        """See Memory."""
+        entry = self._journal.begin(self.now)
+        entry.note_preemption.SetInParent()
+        super().note_preemption(owner)
+        entry.outcome = 0
+
+    def discard(self) -> None:
+        """See Memory."""
+        entry = self._journal.begin(self.now)
+        entry.discard.SetInParent()
+        super().discard()
+        entry.outcome = 0
+
+
+class JournaledPins(Pins):
+    """Pins that tell their journal. `cut` is no operation: the memory calls it within its own."""
+
+    def __init__(self, journal: Journal, pool: BlockPool, index: PrefixIndex, records: list[Record] | None) -> None:
+        super().__init__(pool, index, records)
+        self._journal = journal
+        self._in_operation = False  # ending a pin within another operation is not recorded
+
+    def pin(self, blocks: Sequence[int], tenant: str, expires_at: float) -> Pin:
+        """See Pins."""
+        entry = self._journal.begin()
+        entry.pin.blocks.extend(blocks)
+        entry.pin.tenant, entry.pin.expires_at = tenant, expires_at
+        pin = super().pin(blocks, tenant, expires_at)
+        entry.outcome = pin.number % 2**32
+        return pin
+
+    def unpin(self, number: int) -> bool:
+        """See Pins."""
+        if self._in_operation or number not in self._pins:
+            return super().unpin(number)
+        entry = self._journal.begin()
+        entry.unpin.number = number
+        super().unpin(number)
+        entry.outcome = 1
+        return True
+
+    def expire(self, now: float) -> None:
+        """See Pins. Where no pin's time is over nothing is recorded: this is asked once a round."""
+        if now < self._next_expiry:
+            return
+        entry = self._journal.begin()
+        entry.expire.now = now
+        self._in_operation = True
+        super().expire(now)
+        self._in_operation = False
+        entry.outcome = len(self)
+
+    def clear(self) -> None:
+        """See Pins."""
+        entry = self._journal.begin()
+        entry.clear_pins.SetInParent()
+        self._in_operation = True
+        super().clear()
+        self._in_operation = False
+        entry.outcome = 0
