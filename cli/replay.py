@@ -78,7 +78,8 @@ def show(summary: Summary, journal: Path, check_every: int, seconds: float) -> N
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column()
     table.add_column(justify="right")
-    kinds = ", ".join(f"{count:,} {kind.replace('_', ' ')}" for kind, count in summary.kinds.most_common(3))
+    common = sorted(summary.kinds.items(), key=lambda item: -item[1])[:3]
+    kinds = ", ".join(f"{count:,} {kind.replace('_', ' ')}" for kind, count in common)
     per_operation = summary.bytes / max(1, summary.operations)
     for name, value in {
         "operations": f"{summary.operations:,}",
@@ -101,7 +102,7 @@ def show(summary: Summary, journal: Path, check_every: int, seconds: float) -> N
         console.print(f"{summary.killed:,} of the runs before the last were killed")
     if summary.torn_bytes:
         console.print(
-            f"{journal.name} ends in the middle of what follows operation {summary.operations:,} ({summary.torn_bytes:,} bytes): "
+            f"{journal.name} ends in the middle of what follows operation {summary.operations:,} ({summary.torn_bytes:,} bytes of it): "
             "the process was killed, or is still writing",
             soft_wrap=True,
         )

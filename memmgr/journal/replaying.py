@@ -14,12 +14,11 @@ from __future__ import annotations
 import math
 import traceback
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from google.protobuf.message import DecodeError
 from google.protobuf.proto import parse_length_prefixed
@@ -49,7 +48,13 @@ class _RefusedError(Exception):
     """Why an operation of the file is none."""
 
 
-class _Part(array[int]):
+if TYPE_CHECKING:
+    _Tokens = array[int]
+else:
+    _Tokens = array  # takes no type when it runs
+
+
+class _Part(_Tokens):
     """The tokens of a sequence from `base` on: the memory looks at no others, and the journal has no others."""
 
     base: int
@@ -85,7 +90,7 @@ class Summary:
     bytes: int = 0
     torn_bytes: int = 0  # of an unfinished frame at the end
     ended: bool = False  # the last memory manager said that it ends
-    kinds: Counter[str] = field(default_factory=Counter)  # operations of each kind
+    kinds: dict[str, int] = field(default_factory=dict)  # operations of each kind
 
 
 class Replay:
@@ -172,7 +177,7 @@ class Replay:
     def _begin(self, kind: str) -> None:
         self._kind = kind
         self.summary.operations += 1
-        self.summary.kinds[kind] += 1
+        self.summary.kinds[kind] = self.summary.kinds.get(kind, 0) + 1
 
     def _done(self, memory: Memory) -> None:
         summary = self.summary

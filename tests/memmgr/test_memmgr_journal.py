@@ -1,0 +1,169 @@
+"""The journal: what is recorded comes to the same again, at every operation; what a file may be, and what goes wrong with it."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from array import array
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kilburn.v1.journal_pb2 import JournalEntry
+from memmgr.core.memory import Memory, MemoryCounters
+from memmgr.core.pins import Pins
+from memmgr.core.prefix import Lineage, root_hash
+from memmgr.journal import recording
+from memmgr.journal.recording import JournaledMemory, JournaledPins
+from memmgr.schedule.plans import EndCode
+from tests.memmgr.memmgr_journal import grow, open_journal, replayed, state_of, write_small
+from tests.memmgr.memmgr_world import World
+from tests.memmgr.test_memmgr_memory_machine import MemoryMachine
+
+EXAMPLES = int(os.environ.get("KILBURN_EXAMPLES", "300"))
+
+#: Methods that change nothing, and so are not in a journal.
+READING = {
+    Memory: {"tables", "blocks_for", "plan_match", "plan_admission", "plan_evictions", "plan_growth", "check_invariants"},
+    Pins: {"pinnable", "new_blocks", "check_invariants"},
+}
+#: What the memory calls within its own operations, and nobody else.
+INNER = {Memory: set[str](), Pins: {"cut"}}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal"
+
+
+@pytest.fixture
+def small(path: Path) -> bytes:
+    return write_small(path)
+
+
+# --------------------------------------------------------------------------------------------- the same state again
+
+
+class JournaledMachine(MemoryMachine):
+    """The memory's own machine, with a journal that is replayed at the end."""
+
+    def new_memory(self, total: int, size: int, *, prefix_cache: bool) -> Memory:
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = Path(self.folder.name) / "journal"
+        self.journal = open_journal(self.path)
+        return self.journal.memory(total, size, prefix_cache=prefix_cache, counters=MemoryCounters())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "path"):
+            return
+        with self.folder:
+            self.journal.close(ended=True)
+            replaying, summary = replayed(self.path)
+            assert replaying.memory is not None
+            assert state_of(replaying.memory) == state_of(self.memory)
+            assert summary.ended
+
+
+def test_a_replay_comes_to_the_same_state_in_every_part() -> None:
+    run_state_machine_as_test(
+        JournaledMachine,
+        settings=settings(
+            max_examples=max(1, EXAMPLES // 6), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+@given(seed=st.integers(0, 2**32), prefix_cache=st.sampled_from([True, True, False]))
+@settings(max_examples=max(1, EXAMPLES // 10), deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_scheduler_under_pressure_is_replayed(seed: int, prefix_cache: bool) -> None:
+    """Preempted, forked, cancelled, failed, pinned and flushed: through the scheduler that the service has."""
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal"
+        journal = open_journal(path)
+        world = World(blocks=14, block_size=3, max_running=5, prefix_cache=prefix_cache, new_memory=journal.memory)
+        keys = []
+        for turn in range(60):
+            world.now = turn / 7
+            if turn < 40 and chance.random() < 0.5:
+                prompt = [1, 2, 3, 4, 5, 6, 7, 8][: chance.randint(1, 8)] + [
+                    chance.randrange(4) for _ in range(chance.randrange(5))
+                ]
+                keys.append(world.submit(prompt, chance.randint(1, 9), samples=chance.choice([1, 1, 2]), priority=turn % 3))
+            if keys and chance.random() < 0.1:
+                world.scheduler.cancel(chance.choice(keys), EndCode.CANCELLED, "gone", world.now)
+                world.listen()
+            if chance.random() < 0.1:
+                lineage = world.scheduler.lineage("tenant", "")
+                if blocks := world.memory.pins.pinnable(lineage, array("I", [1, 2, 3, 4])):
+                    world.memory.pins.pin(blocks, "tenant", world.now + 1)
+            world.memory.pins.expire(world.now)
+            if chance.random() < 0.05:
+                world.memory.flush_part(range(chance.randrange(14)), chance.choice(["", "tenant"]))
+            world.plan()
+            if chance.random() < 0.8:
+                world.complete()
+            journal.flush()
+        world.memory.pins.clear()
+        world.run()
+        journal.close(ended=True)
+        replaying, summary = replayed(path)
+        assert replaying.memory is not None
+        assert state_of(replaying.memory) == state_of(world.memory)
+        assert summary.steps == world.scheduler.counters.planned_steps
+        assert summary.preemptions == world.scheduler.counters.preemptions
+
+
+def test_one_of_everything_is_replayed(path: Path, small: bytes) -> None:
+    _, summary = replayed(path)
+    every = {field.name for field in JournalEntry.DESCRIPTOR.oneofs_by_name["kind"].fields} - {"run", "pool", "clock", "end"}
+    assert set(summary.kinds) == every
+    assert summary.operations == sum(summary.kinds.values())
+    assert (summary.bytes, summary.torn_bytes, summary.ended, summary.killed) == (len(small), 0, True, 0)
+
+
+def test_checking_now_and_then_checks_less_and_still_the_end(path: Path, small: bytes) -> None:
+    _, often = replayed(path)
+    _, seldom = replayed(path, check_every=10**9)
+    assert 0 < seldom.checks < often.checks / 5
+
+
+def test_rows_that_are_long_are_cut(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_MAX_OPERATIONS", 3)
+    monkeypatch.setattr(recording, "_MAX_TOKENS", 8)
+    monkeypatch.setattr(recording, "_MAX_BUFFERED_BYTES", 64)
+    journal = open_journal(path)
+    memory = journal.memory(32, 2, prefix_cache=True, counters=MemoryCounters())
+    lineage, tokens = Lineage(root_hash("model", "tenant", ""), "tenant"), array("I", range(64))
+    admission = memory.plan_admission(lineage, tokens[:1], 0)
+    assert admission is not None
+    memory.admit("a", lineage, admission)
+    for _ in range(64):
+        grow(memory, "a", 1)
+    memory.end_step()
+    for computed in range(1, 65):
+        memory.acknowledge(memory.tables["a"], computed, tokens)
+    written = journal.written_bytes
+    assert path.stat().st_size == written > 64, "much was written before anybody asked for it"
+    journal.close(ended=True)
+    replaying, summary = replayed(path)
+    assert replaying.memory is not None
+    assert state_of(replaying.memory) == state_of(memory)
+    assert summary.kinds["grow"] == summary.kinds["acknowledge"] == 64
+
+
+@pytest.mark.parametrize(("of", "journaled"), [(Memory, JournaledMemory), (Pins, JournaledPins)])
+def test_no_method_that_changes_something_is_forgotten(of: type[Memory | Pins], journaled: type) -> None:
+    """A new public method of the core has to be recorded, or to be named here as one that changes nothing."""
+    public = {
+        name for name, value in vars(of).items() if not name.startswith("_") and (callable(value) or isinstance(value, property))
+    }
+    recorded = {name for name in vars(journaled) if not name.startswith("_")}
+    assert public - READING[of] - INNER[of] == recorded
+    kinds = {field.name for field in JournalEntry.DESCRIPTOR.oneofs_by_name["kind"].fields}
+    names = {"clear": "clear_pins"} if of is Pins else {}
+    assert {names.get(name, name) for name in recorded} <= kinds
