@@ -102,7 +102,7 @@ def show(summary: Summary, journal: Path, check_every: int, seconds: float) -> N
         console.print(f"{summary.killed:,} of the runs before the last were killed")
     if summary.torn_bytes:
         console.print(
-            f"{journal.name} ends in the middle of what follows operation {summary.operations:,} ({summary.torn_bytes:,} bytes of it): "
+            f"{journal.name} ends in the middle of the record behind operation {summary.operations:,} ({summary.torn_bytes:,} bytes): "
             "the process was killed, or is still writing",
             soft_wrap=True,
         )
