@@ -100,16 +100,10 @@ def show(summary: Summary, journal: Path, check_every: int, seconds: float) -> N
         console.print(f"\nmost of them: {kinds}")
     if summary.killed:
         console.print(f"{summary.killed:,} of the runs before the last were killed")
-    if summary.torn_bytes:
+    if summary.torn_bytes or (summary.runs and not summary.ended):
+        place = "in the middle of the record" if summary.torn_bytes else "without an end"
         console.print(
-            f"{journal.name} ends in the middle of the record behind operation {summary.operations:,} ({summary.torn_bytes:,} bytes): "
-            "the process was killed, or is still writing",
-            soft_wrap=True,
-        )
-    elif summary.runs and not summary.ended:
-        console.print(
-            f"{journal.name} ends behind operation {summary.operations:,} without an end: "
-            "the process was killed, or is still writing",
+            f"{journal.name} ends {place} behind operation {summary.operations:,}: the process was killed, or is still writing",
             soft_wrap=True,
         )
     where = "each operation" if check_every == 1 else f"each {check_every:,} operations"

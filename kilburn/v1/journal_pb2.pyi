@@ -226,20 +226,24 @@ class JournalEntry(_message.Message):
 
         SEQUENCE_FIELD_NUMBER: _builtins.int
         TOKENS_FIELD_NUMBER: _builtins.int
+        DROP_TAIL_FIELD_NUMBER: _builtins.int
         sequence: _builtins.int
+        drop_tail: _builtins.bool
+        """that block is not kept as a tail"""
         @_builtins.property
         def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-            """with a prefix cache: those in its last block, if that is not full"""
+            """with a prefix cache: those in its last block, if that is not full and not dropped"""
 
         def __init__(
             self,
             *,
             sequence: _builtins.int = ...,
             tokens: _abc.Iterable[_builtins.int] | None = ...,
+            drop_tail: _builtins.bool = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "tokens", b"tokens"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["drop_tail", b"drop_tail", "sequence", b"sequence", "tokens", b"tokens"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 

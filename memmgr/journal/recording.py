@@ -270,14 +270,15 @@ class JournaledMemory(Memory):
         super().acknowledge(table, computed, tokens)
         self._journal.came((0 if table.node is None else table.node.block + 1,))
 
-    def release(self, key: Hashable, tokens: array[int]) -> None:
+    def release(self, key: Hashable, tokens: array[int], *, keep_tail: bool = True) -> None:
         """See Memory."""
         table = self.tables[key]
         entry = self._journal.begin(self.now)
         number = entry.release.sequence = self._numbers[key]
-        if self.prefix_cache:
+        entry.release.drop_tail = not keep_tail
+        if keep_tail and self.prefix_cache:
             entry.release.tokens.extend(tokens[table.computed // self.block_size * self.block_size : table.computed])
-        super().release(key, tokens)
+        super().release(key, tokens, keep_tail=keep_tail)
         entry.outcome = 0
         del self._numbers[key]
         self._unused_numbers.append(number)

@@ -314,12 +314,13 @@ class Replay:
             raise _RefusedError(f"{len(tokens) - used} tokens too many were recorded")
 
     def _release(self, memory: Memory, entry: JournalEntry) -> None:
-        table = self._table(memory, entry.release.sequence)
+        message = entry.release
+        table = self._table(memory, message.sequence)
         full, rest = divmod(table.computed, memory.block_size)
-        if memory.prefix_cache and len(entry.release.tokens) != rest:
-            raise _RefusedError(f"{len(entry.release.tokens)} tokens of a last block that has {rest}")
+        if len(message.tokens) != (rest if memory.prefix_cache and not message.drop_tail else 0):
+            raise _RefusedError(f"{len(message.tokens)} tokens of a last block that has {rest}")
         self._entries -= len(table.blocks)
-        memory.release(table.key, _part(full * memory.block_size, entry.release.tokens))
+        memory.release(table.key, _part(full * memory.block_size, message.tokens), keep_tail=not message.drop_tail)
 
     def _end_step(self, memory: Memory, _: JournalEntry) -> int:
         check = step_check(memory, memory.end_step())

@@ -7,6 +7,7 @@ import random
 import tempfile
 from array import array
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -25,6 +26,9 @@ from tests.memmgr.memmgr_world import World
 from tests.memmgr.test_memmgr_memory_machine import MemoryMachine
 
 EXAMPLES = int(os.environ.get("KILBURN_EXAMPLES", "300"))
+
+#: What a request asks for beside one answer.
+KINDS: list[dict[str, Any]] = [{}, {}, {"samples": 2}, {"beam_width": 2}]
 
 #: Methods that change nothing, and so are not in a journal.
 READING = {
@@ -72,13 +76,13 @@ def test_a_replay_comes_to_the_same_state_in_every_part() -> None:
     run_state_machine_as_test(
         JournaledMachine,
         settings=settings(
-            max_examples=max(1, EXAMPLES // 6), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=max(1, EXAMPLES // 10), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 
 
 @given(seed=st.integers(0, 2**32), prefix_cache=st.sampled_from([True, True, False]))
-@settings(max_examples=max(1, EXAMPLES // 10), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=max(1, EXAMPLES // 12), deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_scheduler_under_pressure_is_replayed(seed: int, prefix_cache: bool) -> None:
     """Preempted, forked, cancelled, failed, pinned and flushed: through the scheduler that the service has."""
     chance = random.Random(seed)
@@ -93,7 +97,7 @@ def test_a_scheduler_under_pressure_is_replayed(seed: int, prefix_cache: bool) -
                 prompt = [1, 2, 3, 4, 5, 6, 7, 8][: chance.randint(1, 8)] + [
                     chance.randrange(4) for _ in range(chance.randrange(5))
                 ]
-                keys.append(world.submit(prompt, chance.randint(1, 9), samples=chance.choice([1, 1, 2]), priority=turn % 3))
+                keys.append(world.submit(prompt, chance.randint(1, 9), **chance.choice(KINDS), priority=turn % 3))
             if keys and chance.random() < 0.1:
                 world.scheduler.cancel(chance.choice(keys), EndCode.CANCELLED, "gone", world.now)
                 world.listen()
