@@ -38,7 +38,7 @@ _MOST_BLOCKS: Final = 2**27
     type=click.IntRange(1, _MOST_BLOCKS),
     default=_MAX_BLOCKS,
     show_default=True,
-    help="Replay no pool that is larger: it takes some 200 bytes a block.",
+    help="Replay no pool that is larger: it takes some 100 bytes a block.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one object instead of a table.")
 def replay(journal: Path, check_every: int, max_blocks: int, as_json: bool) -> None:

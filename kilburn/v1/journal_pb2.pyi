@@ -3,12 +3,13 @@
 isort:skip_file
 What `kilburn memmgr --journal FILE` writes and `kilburn replay` reads: the operations of the memory core, in their order.
 
-The file begins with the line "kilburn journal 1\\n". Frames follow, each a header of three little-endian 32-bit numbers and
-its payload:
+The file begins with the line "kilburn journal 1\\n". Frames follow, each a header and its payload. The header:
 
+    the bytes AB 4B 4A 0A, and little-endian 32-bit numbers:
     length of the payload
-    CRC-32 of the payload, begun with the CRC-32 of the payload before (for the first frame: of the line)
-    CRC-32 of these eight bytes, begun likewise
+    CRC-32 of the payload before; for the first frame: of the line
+    CRC-32 of the payload
+    CRC-32 of these 16 bytes
 
 A payload is a series of entries, each after its length as a varint. A file that ends inside of a frame was cut off while it
 was written; all other damage shows in a checksum, also where whole frames were removed, doubled or moved.

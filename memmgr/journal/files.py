@@ -27,9 +27,15 @@ _KIND: Final = b"kilburn journal "
 #: Payload of one frame. The longest entry has a prompt of a million ids, under 5 MiB.
 MAX_FRAME_BYTES: Final = 16 * MIB
 
-_HEADER: Final = Struct("<III")
-_CHECKED: Final = Struct("<II")
-_BUFFER_BYTES: Final = MIB
+#: What a header begins with, so that one can be looked for.
+_SYNC: Final = b"\xabKJ\n"
+
+_HEADER: Final = Struct("<4sIIII")
+_CHECKED_BYTES: Final = _HEADER.size - 4
+
+#: Of a longer journal that goes on, only so much of its end is looked at, or a restart would take longer each day. The last whole
+#: frame begins in it, whatever was cut off behind it.
+_END_BYTES: Final = 2 * (_HEADER.size + MAX_FRAME_BYTES)
 
 
 class JournalError(KilburnError):
@@ -50,47 +56,83 @@ class Frames:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self.chain = crc32(FIRST_LINE)  # what the next frame's checksums begin with
+        self.chain = crc32(FIRST_LINE)  # the checksum that comes before the next frame's
         self.end = 0  # of what is whole
         self.torn_bytes = 0
 
-    def read(self, *, payloads: bool = True) -> Iterator[Frame]:
-        """Yield the frames; without their payloads, which are then not checked either, it is a matter of seconds for gigabytes.
+    def read(self) -> Iterator[Frame]:
+        """Yield the frames.
 
         Raises:
             JournalError: this is no journal, or it is damaged.
         """
-        line = self._file.read(len(FIRST_LINE))
-        if line != FIRST_LINE:
-            self.torn_bytes = len(line)
-            if not FIRST_LINE.startswith(line):
-                raise JournalError("a journal of another version" if line.startswith(_KIND) else "no journal")
+        if self.end == 0 and not self._begin():
             return
-        self.end = len(line)
-        size = os.fstat(self._file.fileno()).st_size
         while header := self._file.read(_HEADER.size):
             if len(header) < _HEADER.size:
                 self.torn_bytes = len(header)
                 return
-            length, checksum, header_checksum = _HEADER.unpack(header)
-            if crc32(header[: _CHECKED.size], self.chain) != header_checksum or not 0 < length <= MAX_FRAME_BYTES:
+            found = _read_header(header)
+            if found is None or found[1] != self.chain:
                 raise JournalError(f"damaged at byte {self.end}")
-            end = self.end + _HEADER.size + length
-            payload = b""
-            if payloads:
-                payload = self._file.read(length)
-                whole = len(payload) == length
-            else:
-                whole = end <= size
-                self._file.seek(end)
-            if not whole:
-                self.torn_bytes = _HEADER.size + (len(payload) if payloads else size - self.end - _HEADER.size)
+            length, _, checksum = found
+            payload = self._file.read(length)
+            if len(payload) < length:
+                self.torn_bytes = _HEADER.size + len(payload)
                 return
-            if payloads and crc32(payload, self.chain) != checksum:
-                raise JournalError(f"damaged between byte {self.end} and {end}")
-            frame = Frame(self.end, end, payload)
-            self.end, self.chain = end, checksum
+            frame = Frame(self.end, self.end + _HEADER.size + length, payload)
+            if crc32(payload) != checksum:
+                raise JournalError(f"damaged between byte {frame.start} and {frame.end}")
+            self.end, self.chain = frame.end, checksum
             yield frame
+
+    def go_to_end(self) -> None:
+        """Read all frames of a short journal, the last ones of a long one.
+
+        Raises:
+            JournalError: this is no journal, or what was read of it is damaged.
+        """
+        size = os.fstat(self._file.fileno()).st_size
+        if size > _END_BYTES and self._begin():
+            start = size - _END_BYTES
+            self._file.seek(start)
+            last = self._file.read()
+            place, found = -1, None
+            while found is None:
+                place = last.find(_SYNC, place + 1)
+                if place < 0:
+                    raise JournalError(f"damaged behind byte {start}")
+                found = _read_header(last[place : place + _HEADER.size])
+            self.end, self.chain = start + place, found[1]
+            self._file.seek(self.end)
+        for _ in self.read():
+            pass
+
+    def _begin(self) -> bool:
+        """Read the first line. False: it is cut off."""
+        line = self._file.read(len(FIRST_LINE))
+        if line == FIRST_LINE:
+            self.end = len(line)
+            return True
+        if not FIRST_LINE.startswith(line):
+            raise JournalError("a journal of another version" if line.startswith(_KIND) else "no journal")
+        self.torn_bytes = len(line)
+        return False
+
+
+def _read_header(header: bytes) -> tuple[int, int, int] | None:
+    """Return length, checksum of the payload before, and checksum of the payload; None where this is no header."""
+    if len(header) < _HEADER.size:
+        return None
+    sync, length, before, checksum, header_checksum = _HEADER.unpack(header)
+    if sync != _SYNC or crc32(header[:_CHECKED_BYTES]) != header_checksum or not 0 < length <= MAX_FRAME_BYTES:
+        return None
+    return length, before, checksum
+
+
+def _header(payload: bytes, before: int, checksum: int) -> bytes:
+    header = _HEADER.pack(_SYNC, len(payload), before, checksum, 0)[:_CHECKED_BYTES]
+    return header + crc32(header).to_bytes(4, "little")
 
 
 class JournalFile:
@@ -120,10 +162,9 @@ class JournalFile:
             if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
                 raise StartError(f"--journal {self.path}: this is no plain file; name one, or a path where there is none yet")
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with os.fdopen(os.dup(self._descriptor), "rb", _BUFFER_BYTES) as file:
+            with os.fdopen(os.dup(self._descriptor), "rb") as file:
                 frames = Frames(file)
-                for _ in frames.read(payloads=False):
-                    pass
+                frames.go_to_end()
             self._end, self._chain = frames.end, frames.chain
             os.ftruncate(self._descriptor, self._end)
             os.lseek(self._descriptor, self._end, os.SEEK_SET)
@@ -149,10 +190,9 @@ class JournalFile:
             OSError: it could not be written; what is in the file up to it stays good.
         """
         assert 0 < len(payload) <= MAX_FRAME_BYTES
-        checksum = crc32(payload, self._chain)
-        checked = _CHECKED.pack(len(payload), checksum)
+        checksum = crc32(payload)
         try:
-            self._write(checked + crc32(checked, self._chain).to_bytes(4, "little") + payload)
+            self._write(_header(payload, self._chain, checksum) + payload)
         except OSError:
             os.ftruncate(self._descriptor, self._end)
             raise

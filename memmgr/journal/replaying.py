@@ -30,7 +30,7 @@ from memmgr.core.prefix import HASH_BYTES, Lineage, Match
 from memmgr.journal.files import Frames, JournalError
 from memmgr.journal.recording import step_check
 
-#: A pool of terabytes; replaying takes two GiB for it.
+#: A pool of terabytes; replaying takes a GiB for it.
 MAX_BLOCKS: Final = 10_000_000
 
 #: Entries of all tables together, 16 bytes each with their names: a thousand sequences of half a million tokens.

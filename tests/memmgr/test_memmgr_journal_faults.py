@@ -8,8 +8,8 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
+from struct import pack
 from typing import Any
 from zlib import crc32
 
@@ -22,7 +22,8 @@ from kilburn.v1.journal_pb2 import JournalEntry
 from memmgr.core.blocks import BlockPool
 from memmgr.core.memory import Memory, MemoryCounters
 from memmgr.core.prefix import HASH_BYTES, Lineage
-from memmgr.journal.files import FIRST_LINE, MAX_FRAME_BYTES, JournalError, JournalFile
+from memmgr.journal import files
+from memmgr.journal.files import FIRST_LINE, MAX_FRAME_BYTES, Frames, JournalError, JournalFile
 from memmgr.journal.recording import Journal
 from memmgr.journal.replaying import Replay, ReplayError, replay
 from tests.memmgr.memmgr_journal import framed, grow, open_journal, parsed, replayed, write_small
@@ -70,10 +71,8 @@ def test_every_flipped_bit_is_found(path: Path, small: bytes) -> None:
 
 
 def test_frames_that_are_removed_doubled_or_swapped_are_found(path: Path, small: bytes) -> None:
-    starts = [len(FIRST_LINE)]
-    while starts[-1] < len(small):
-        starts.append(starts[-1] + 12 + int.from_bytes(small[starts[-1] : starts[-1] + 4], "little"))
-    frames = [small[a:b] for a, b in pairwise(starts)]
+    with path.open("rb") as file:
+        frames = [small[frame.start : frame.end] for frame in Frames(file).read()]
     assert len(frames) >= 4
     for wrong in [frames[:1] + frames[2:], [*frames, frames[-1]], [frames[0], frames[2], frames[1], *frames[3:]]]:
         path.write_bytes(FIRST_LINE + b"".join(wrong))
@@ -267,8 +266,8 @@ def test_a_payload_of_no_entries_is_damage(path: Path) -> None:
 
 
 def test_a_length_that_no_frame_has_is_damage_though_its_checksum_is_right(path: Path) -> None:
-    checked = (MAX_FRAME_BYTES + 1).to_bytes(4, "little") + bytes(4)
-    path.write_bytes(FIRST_LINE + checked + crc32(checked, crc32(FIRST_LINE)).to_bytes(4, "little"))
+    header = pack("<4sIII", b"\xabKJ\n", MAX_FRAME_BYTES + 1, crc32(FIRST_LINE), 0)
+    path.write_bytes(FIRST_LINE + header + crc32(header).to_bytes(4, "little"))
     with pytest.raises(JournalError, match="damaged at byte 18"):
         replayed(path)
 
@@ -318,6 +317,31 @@ def test_a_journal_has_one_writer(path: Path) -> None:
         JournalFile(path)
     first.close(ended=True)
     JournalFile(path).close()
+
+
+def test_of_a_long_journal_only_the_end_is_looked_at(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it is cut off, and whatever looks like a header there, it goes on behind its last whole frame."""
+    file = JournalFile(path)
+    sizes = [file.size]
+    for length in (40, 7, 60, 60, 50, 1, 33, 60):
+        file.append((b"\xabKJ\n" * 20)[:length])
+        sizes.append(file.size)
+    file.close()
+    whole = path.read_bytes()
+    monkeypatch.setattr(files, "MAX_FRAME_BYTES", 60)
+    monkeypatch.setattr(files, "_END_BYTES", 2 * (20 + 60))
+    for length in range(len(FIRST_LINE), len(whole) + 1):
+        path.write_bytes(whole[:length])
+        file = JournalFile(path)
+        expected = max(end for end in sizes if end <= length)
+        assert (file.size, file.cut_bytes) == (expected, length - expected)
+        file.append(b"more")
+        file.close()
+        with path.open("rb") as again:
+            assert [frame.payload for frame in Frames(again).read()][-1] == b"more"
+    path.write_bytes(whole[: len(whole) - 100] + bytes(400))
+    with pytest.raises(StartError, match=r"damaged behind byte \d+; it is left"):
+        JournalFile(path)
 
 
 class Log:
