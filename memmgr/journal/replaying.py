@@ -410,6 +410,10 @@ def entries(payload: bytes) -> Iterator[JournalEntry]:
         raise JournalError(f"holds something that is no entry: {' '.join(str(error).split())}") from error
 
 
+#: Bytes after which a progress bar is told: some hundred operations.
+_STRIDE: Final = 4096
+
+
 def replay(path: Path, replaying: Replay, advance: Callable[[int], None] = lambda _: None) -> Summary:
     """Replay a journal from beginning to end; `advance` is told how many bytes are done.
 
@@ -425,8 +429,9 @@ def replay(path: Path, replaying: Replay, advance: Callable[[int], None] = lambd
             for frame in frames.read():
                 for entry in entries(frame.payload):
                     replaying.apply(entry)
+                if frame.end // _STRIDE > summary.bytes // _STRIDE:
+                    advance(frame.end)
                 summary.bytes = frame.end
-                advance(frame.end)
         except ReplayError:
             raise
         except JournalError as error:

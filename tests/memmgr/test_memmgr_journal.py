@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kilburn.v1.journal_pb2 import JournalEntry
+from memmgr.core.blocks import BlockPool
 from memmgr.core.memory import Memory, MemoryCounters
 from memmgr.core.pins import Pins
-from memmgr.core.prefix import Lineage, root_hash
+from memmgr.core.prefix import Lineage, PrefixIndex, root_hash
 from memmgr.journal import recording
 from memmgr.journal.recording import JournaledMemory, JournaledPins
 from memmgr.schedule.plans import EndCode
@@ -158,6 +159,17 @@ def test_rows_that_are_long_are_cut(path: Path, monkeypatch: pytest.MonkeyPatch)
     assert replaying.memory is not None
     assert state_of(replaying.memory) == state_of(memory)
     assert summary.kinds["grow"] == summary.kinds["acknowledge"] == 64
+
+
+def test_no_part_of_a_memory_is_forgotten(path: Path) -> None:
+    """A new part, whose own methods can be called from outside, has to be recorded as the pins are."""
+    journal = open_journal(path)
+    memory = journal.memory(4, 2, prefix_cache=True, counters=MemoryCounters())
+    parts = {name: type(value) for name, value in vars(memory).items() if not name.startswith("_")}
+    values = {"block_size": int, "prefix_cache": bool, "counters": MemoryCounters, "now": float}
+    changed_by_the_memory_alone = {"pool": BlockPool, "index": PrefixIndex}
+    assert parts == {**values, **changed_by_the_memory_alone, "pins": JournaledPins}
+    journal.close(ended=True)
 
 
 @pytest.mark.parametrize(("of", "journaled"), [(Memory, JournaledMemory), (Pins, JournaledPins)])
