@@ -99,7 +99,7 @@ def test_what_came_of_an_operation_is_compared_at_each(path: Path, small: bytes)
         with pytest.raises(ReplayError, match=rf"^operation {number} \({kind}, .* when it was recorded"):
             replayed(path)
         found.add(kind)
-    assert len(found) == 16
+    assert found == {entry.WhichOneof("kind") for entry in good} - {"run", "pool", "clock", "end"}
 
 
 @pytest.mark.parametrize("check_every", [1, 7])
