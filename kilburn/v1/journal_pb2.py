@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kilburn/v1/journal.proto\x12\nkilburn.v1\"\xee\x0e\n\x0cJournalEntry\x12+\n\x03run\x18\x01 \x01(\x0b\x32\x1c.kilburn.v1.JournalEntry.RunH\x00\x12-\n\x04pool\x18\x02 \x01(\x0b\x32\x1d.kilburn.v1.JournalEntry.PoolH\x00\x12\x0f\n\x05\x63lock\x18\x03 \x01(\x01H\x00\x12+\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x1c.kilburn.v1.JournalEntry.EndH\x00\x12/\n\x05\x61\x64mit\x18\x10 \x01(\x0b\x32\x1e.kilburn.v1.JournalEntry.AdmitH\x00\x12-\n\x04\x66ork\x18\x11 \x01(\x0b\x32\x1d.kilburn.v1.JournalEntry.ForkH\x00\x12-\n\x04grow\x18\x05 \x01(\x0b\x32\x1d.kilburn.v1.JournalEntry.GrowH\x00\x12;\n\x0b\x61\x63knowledge\x18\x06 \x01(\x0b\x32$.kilburn.v1.JournalEntry.AcknowledgeH\x00\x12\x33\n\x07release\x18\x07 \x01(\x0b\x32 .kilburn.v1.JournalEntry.ReleaseH\x00\x12\x34\n\x08\x65nd_step\x18\x08 \x01(\x0b\x32 .kilburn.v1.JournalEntry.EndStepH\x00\x12\x35\n\x08\x64istrust\x18\x12 \x01(\x0b\x32!.kilburn.v1.JournalEntry.DistrustH\x00\x12\x42\n\x0f\x64istrust_cached\x18\x13 \x01(\x0b\x32\'.kilburn.v1.JournalEntry.DistrustCachedH\x00\x12/\n\x05\x66lush\x18\x14 \x01(\x0b\x32\x1e.kilburn.v1.JournalEntry.FlushH\x00\x12\x38\n\nflush_part\x18\x15 \x01(\x0b\x32\".kilburn.v1.JournalEntry.FlushPartH\x00\x12\x42\n\x0fnote_preemption\x18\x16 \x01(\x0b\x32\'.kilburn.v1.JournalEntry.NotePreemptionH\x00\x12\x33\n\x07\x64iscard\x18\x17 \x01(\x0b\x32 .kilburn.v1.JournalEntry.DiscardH\x00\x12+\n\x03pin\x18\x18 \x01(\x0b\x32\x1c.kilburn.v1.JournalEntry.PinH\x00\x12/\n\x05unpin\x18\x19 \x01(\x0b\x32\x1e.kilburn.v1.JournalEntry.UnpinH\x00\x12\x31\n\x06\x65xpire\x18\x1a \x01(\x0b\x32\x1f.kilburn.v1.JournalEntry.ExpireH\x00\x12\x38\n\nclear_pins\x18\x1b \x01(\x0b\x32\".kilburn.v1.JournalEntry.ClearPinsH\x00\x12\x14\n\x07outcome\x18\x0f \x01(\x07H\x01\x88\x01\x01\x1aG\n\x03Run\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x1c\n\x14started_unix_seconds\x18\x02 \x01(\x01\x12\x11\n\tcut_bytes\x18\x03 \x01(\x04\x1a\x46\n\x04Pool\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x14\n\x0cprefix_cache\x18\x03 \x01(\x08\x1a\x05\n\x03\x45nd\x1aj\n\x05\x41\x64mit\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x0c\n\x04root\x18\x02 \x01(\x0c\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0e\n\x06\x62locks\x18\x04 \x03(\r\x12\x0c\n\x04tail\x18\x05 \x01(\r\x12\x13\n\x0btail_tokens\x18\x06 \x01(\r\x1a(\n\x04\x46ork\x12\x0e\n\x06parent\x18\x01 \x01(\r\x12\x10\n\x08sequence\x18\x02 \x01(\r\x1a\x39\n\x04Grow\x12\x11\n\tsequences\x18\x01 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\r\x12\x0e\n\x06\x62locks\x18\x03 \x03(\r\x1aO\n\x0b\x41\x63knowledge\x12\x11\n\tsequences\x18\x01 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\r\n\x05nodes\x18\x04 \x03(\r\x1a>\n\x07Release\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x11\n\tdrop_tail\x18\x03 \x01(\x08\x1a\t\n\x07\x45ndStep\x1a\x1c\n\x08\x44istrust\x12\x10\n\x08sequence\x18\x01 \x01(\r\x1a>\n\x0e\x44istrustCached\x12\x0c\n\x04root\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x1a\x07\n\x05\x46lush\x1a\x38\n\tFlushPart\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0c\n\x04stop\x18\x02 \x01(\r\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x1a\x10\n\x0eNotePreemption\x1a\t\n\x07\x44iscard\x1a\x39\n\x03Pin\x12\x0e\n\x06\x62locks\x18\x01 \x03(\r\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\nexpires_at\x18\x03 \x01(\x01\x1a\x17\n\x05Unpin\x12\x0e\n\x06number\x18\x01 \x01(\x04\x1a\x15\n\x06\x45xpire\x12\x0b\n\x03now\x18\x01 \x01(\x01\x1a\x0b\n\tClearPinsB\x06\n\x04kindB\n\n\x08_outcomeb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kilburn/v1/journal.proto\x12\nkilburn.v1\"\xc8\x11\n\x0cJournalEntry\x12+\n\x03run\x18\x01 \x01(\x0b\x32\x1c.kilburn.v1.JournalEntry.RunH\x00\x12-\n\x04pool\x18\x02 \x01(\x0b\x32\x1d.kilburn.v1.JournalEntry.PoolH\x00\x12\x0f\n\x05\x63lock\x18\x03 \x01(\x01H\x00\x12+\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x1c.kilburn.v1.JournalEntry.EndH\x00\x12/\n\x05\x61\x64mit\x18\x10 \x01(\x0b\x32\x1e.kilburn.v1.JournalEntry.AdmitH\x00\x12-\n\x04\x66ork\x18\x11 \x01(\x0b\x32\x1d.kilburn.v1.JournalEntry.ForkH\x00\x12-\n\x04grow\x18\x05 \x01(\x0b\x32\x1d.kilburn.v1.JournalEntry.GrowH\x00\x12;\n\x0b\x61\x63knowledge\x18\x06 \x01(\x0b\x32$.kilburn.v1.JournalEntry.AcknowledgeH\x00\x12\x33\n\x07release\x18\x07 \x01(\x0b\x32 .kilburn.v1.JournalEntry.ReleaseH\x00\x12\x34\n\x08\x65nd_step\x18\x08 \x01(\x0b\x32 .kilburn.v1.JournalEntry.EndStepH\x00\x12\x35\n\x08\x64istrust\x18\x12 \x01(\x0b\x32!.kilburn.v1.JournalEntry.DistrustH\x00\x12\x42\n\x0f\x64istrust_cached\x18\x13 \x01(\x0b\x32\'.kilburn.v1.JournalEntry.DistrustCachedH\x00\x12/\n\x05\x66lush\x18\x14 \x01(\x0b\x32\x1e.kilburn.v1.JournalEntry.FlushH\x00\x12\x38\n\nflush_part\x18\x15 \x01(\x0b\x32\".kilburn.v1.JournalEntry.FlushPartH\x00\x12\x42\n\x0fnote_preemption\x18\x16 \x01(\x0b\x32\'.kilburn.v1.JournalEntry.NotePreemptionH\x00\x12\x33\n\x07\x64iscard\x18\x17 \x01(\x0b\x32 .kilburn.v1.JournalEntry.DiscardH\x00\x12+\n\x03pin\x18\x18 \x01(\x0b\x32\x1c.kilburn.v1.JournalEntry.PinH\x00\x12/\n\x05unpin\x18\x19 \x01(\x0b\x32\x1e.kilburn.v1.JournalEntry.UnpinH\x00\x12\x31\n\x06\x65xpire\x18\x1a \x01(\x0b\x32\x1f.kilburn.v1.JournalEntry.ExpireH\x00\x12\x38\n\nclear_pins\x18\x1b \x01(\x0b\x32\".kilburn.v1.JournalEntry.ClearPinsH\x00\x12\x34\n\x08swap_out\x18\x1d \x01(\x0b\x32 .kilburn.v1.JournalEntry.SwapOutH\x00\x12\x32\n\x07swap_in\x18\x1e \x01(\x0b\x32\x1f.kilburn.v1.JournalEntry.SwapInH\x00\x12<\n\x0c\x64rop_swapped\x18\x1f \x01(\x0b\x32$.kilburn.v1.JournalEntry.DropSwappedH\x00\x12\x14\n\x07outcome\x18\x0f \x01(\x07H\x01\x88\x01\x01\x1aG\n\x03Run\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x1c\n\x14started_unix_seconds\x18\x02 \x01(\x01\x12\x11\n\tcut_bytes\x18\x03 \x01(\x04\x1a[\n\x04Pool\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x14\n\x0cprefix_cache\x18\x03 \x01(\x08\x12\x13\n\x0bhost_blocks\x18\x04 \x01(\r\x1a\x05\n\x03\x45nd\x1aj\n\x05\x41\x64mit\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x0c\n\x04root\x18\x02 \x01(\x0c\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0e\n\x06\x62locks\x18\x04 \x03(\r\x12\x0c\n\x04tail\x18\x05 \x01(\r\x12\x13\n\x0btail_tokens\x18\x06 \x01(\r\x1a(\n\x04\x46ork\x12\x0e\n\x06parent\x18\x01 \x01(\r\x12\x10\n\x08sequence\x18\x02 \x01(\r\x1a\x39\n\x04Grow\x12\x11\n\tsequences\x18\x01 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\r\x12\x0e\n\x06\x62locks\x18\x03 \x03(\r\x1aO\n\x0b\x41\x63knowledge\x12\x11\n\tsequences\x18\x01 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\r\n\x05nodes\x18\x04 \x03(\r\x1a>\n\x07Release\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x11\n\tdrop_tail\x18\x03 \x01(\x08\x1a\t\n\x07\x45ndStep\x1a\x1c\n\x08\x44istrust\x12\x10\n\x08sequence\x18\x01 \x01(\r\x1a>\n\x0e\x44istrustCached\x12\x0c\n\x04root\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x1a\x07\n\x05\x46lush\x1a\x38\n\tFlushPart\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0c\n\x04stop\x18\x02 \x01(\r\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x1a\x10\n\x0eNotePreemption\x1a\t\n\x07\x44iscard\x1a\x39\n\x03Pin\x12\x0e\n\x06\x62locks\x18\x01 \x03(\r\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\nexpires_at\x18\x03 \x01(\x01\x1a\x17\n\x05Unpin\x12\x0e\n\x06number\x18\x01 \x01(\x04\x1a\x15\n\x06\x45xpire\x12\x0b\n\x03now\x18\x01 \x01(\x01\x1a\x0b\n\tClearPins\x1a=\n\x07SwapOut\x12\x11\n\tsequences\x18\x01 \x03(\r\x12\x0f\n\x07lengths\x18\x02 \x03(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x1a;\n\x06SwapIn\x12\x11\n\tsequences\x18\x01 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\r\x12\x0e\n\x06\x62locks\x18\x03 \x03(\r\x1a\x1f\n\x0b\x44ropSwapped\x12\x10\n\x08sequence\x18\x01 \x01(\rB\x06\n\x04kindB\n\n\x08_outcomeb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,43 +32,49 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kilburn.v1.journal_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_JOURNALENTRY']._serialized_start=41
-  _globals['_JOURNALENTRY']._serialized_end=1943
-  _globals['_JOURNALENTRY_RUN']._serialized_start=1098
-  _globals['_JOURNALENTRY_RUN']._serialized_end=1169
-  _globals['_JOURNALENTRY_POOL']._serialized_start=1171
-  _globals['_JOURNALENTRY_POOL']._serialized_end=1241
-  _globals['_JOURNALENTRY_END']._serialized_start=1243
-  _globals['_JOURNALENTRY_END']._serialized_end=1248
-  _globals['_JOURNALENTRY_ADMIT']._serialized_start=1250
-  _globals['_JOURNALENTRY_ADMIT']._serialized_end=1356
-  _globals['_JOURNALENTRY_FORK']._serialized_start=1358
-  _globals['_JOURNALENTRY_FORK']._serialized_end=1398
-  _globals['_JOURNALENTRY_GROW']._serialized_start=1400
-  _globals['_JOURNALENTRY_GROW']._serialized_end=1457
-  _globals['_JOURNALENTRY_ACKNOWLEDGE']._serialized_start=1459
-  _globals['_JOURNALENTRY_ACKNOWLEDGE']._serialized_end=1538
-  _globals['_JOURNALENTRY_RELEASE']._serialized_start=1540
-  _globals['_JOURNALENTRY_RELEASE']._serialized_end=1602
-  _globals['_JOURNALENTRY_ENDSTEP']._serialized_start=1604
-  _globals['_JOURNALENTRY_ENDSTEP']._serialized_end=1613
-  _globals['_JOURNALENTRY_DISTRUST']._serialized_start=1615
-  _globals['_JOURNALENTRY_DISTRUST']._serialized_end=1643
-  _globals['_JOURNALENTRY_DISTRUSTCACHED']._serialized_start=1645
-  _globals['_JOURNALENTRY_DISTRUSTCACHED']._serialized_end=1707
-  _globals['_JOURNALENTRY_FLUSH']._serialized_start=1709
-  _globals['_JOURNALENTRY_FLUSH']._serialized_end=1716
-  _globals['_JOURNALENTRY_FLUSHPART']._serialized_start=1718
-  _globals['_JOURNALENTRY_FLUSHPART']._serialized_end=1774
-  _globals['_JOURNALENTRY_NOTEPREEMPTION']._serialized_start=1776
-  _globals['_JOURNALENTRY_NOTEPREEMPTION']._serialized_end=1792
-  _globals['_JOURNALENTRY_DISCARD']._serialized_start=1794
-  _globals['_JOURNALENTRY_DISCARD']._serialized_end=1803
-  _globals['_JOURNALENTRY_PIN']._serialized_start=1805
-  _globals['_JOURNALENTRY_PIN']._serialized_end=1862
-  _globals['_JOURNALENTRY_UNPIN']._serialized_start=1864
-  _globals['_JOURNALENTRY_UNPIN']._serialized_end=1887
-  _globals['_JOURNALENTRY_EXPIRE']._serialized_start=1889
-  _globals['_JOURNALENTRY_EXPIRE']._serialized_end=1910
-  _globals['_JOURNALENTRY_CLEARPINS']._serialized_start=1912
-  _globals['_JOURNALENTRY_CLEARPINS']._serialized_end=1923
+  _globals['_JOURNALENTRY']._serialized_end=2289
+  _globals['_JOURNALENTRY_RUN']._serialized_start=1266
+  _globals['_JOURNALENTRY_RUN']._serialized_end=1337
+  _globals['_JOURNALENTRY_POOL']._serialized_start=1339
+  _globals['_JOURNALENTRY_POOL']._serialized_end=1430
+  _globals['_JOURNALENTRY_END']._serialized_start=1432
+  _globals['_JOURNALENTRY_END']._serialized_end=1437
+  _globals['_JOURNALENTRY_ADMIT']._serialized_start=1439
+  _globals['_JOURNALENTRY_ADMIT']._serialized_end=1545
+  _globals['_JOURNALENTRY_FORK']._serialized_start=1547
+  _globals['_JOURNALENTRY_FORK']._serialized_end=1587
+  _globals['_JOURNALENTRY_GROW']._serialized_start=1589
+  _globals['_JOURNALENTRY_GROW']._serialized_end=1646
+  _globals['_JOURNALENTRY_ACKNOWLEDGE']._serialized_start=1648
+  _globals['_JOURNALENTRY_ACKNOWLEDGE']._serialized_end=1727
+  _globals['_JOURNALENTRY_RELEASE']._serialized_start=1729
+  _globals['_JOURNALENTRY_RELEASE']._serialized_end=1791
+  _globals['_JOURNALENTRY_ENDSTEP']._serialized_start=1793
+  _globals['_JOURNALENTRY_ENDSTEP']._serialized_end=1802
+  _globals['_JOURNALENTRY_DISTRUST']._serialized_start=1804
+  _globals['_JOURNALENTRY_DISTRUST']._serialized_end=1832
+  _globals['_JOURNALENTRY_DISTRUSTCACHED']._serialized_start=1834
+  _globals['_JOURNALENTRY_DISTRUSTCACHED']._serialized_end=1896
+  _globals['_JOURNALENTRY_FLUSH']._serialized_start=1898
+  _globals['_JOURNALENTRY_FLUSH']._serialized_end=1905
+  _globals['_JOURNALENTRY_FLUSHPART']._serialized_start=1907
+  _globals['_JOURNALENTRY_FLUSHPART']._serialized_end=1963
+  _globals['_JOURNALENTRY_NOTEPREEMPTION']._serialized_start=1965
+  _globals['_JOURNALENTRY_NOTEPREEMPTION']._serialized_end=1981
+  _globals['_JOURNALENTRY_DISCARD']._serialized_start=1983
+  _globals['_JOURNALENTRY_DISCARD']._serialized_end=1992
+  _globals['_JOURNALENTRY_PIN']._serialized_start=1994
+  _globals['_JOURNALENTRY_PIN']._serialized_end=2051
+  _globals['_JOURNALENTRY_UNPIN']._serialized_start=2053
+  _globals['_JOURNALENTRY_UNPIN']._serialized_end=2076
+  _globals['_JOURNALENTRY_EXPIRE']._serialized_start=2078
+  _globals['_JOURNALENTRY_EXPIRE']._serialized_end=2099
+  _globals['_JOURNALENTRY_CLEARPINS']._serialized_start=2101
+  _globals['_JOURNALENTRY_CLEARPINS']._serialized_end=2112
+  _globals['_JOURNALENTRY_SWAPOUT']._serialized_start=2114
+  _globals['_JOURNALENTRY_SWAPOUT']._serialized_end=2175
+  _globals['_JOURNALENTRY_SWAPIN']._serialized_start=2177
+  _globals['_JOURNALENTRY_SWAPIN']._serialized_end=2236
+  _globals['_JOURNALENTRY_DROPSWAPPED']._serialized_start=2238
+  _globals['_JOURNALENTRY_DROPSWAPPED']._serialized_end=2269
 # @@protoc_insertion_point(module_scope)

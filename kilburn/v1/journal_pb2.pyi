@@ -71,20 +71,23 @@ class JournalEntry(_message.Message):
         TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
         BLOCK_SIZE_FIELD_NUMBER: _builtins.int
         PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+        HOST_BLOCKS_FIELD_NUMBER: _builtins.int
         total_blocks: _builtins.int
         block_size: _builtins.int
         """tokens"""
         prefix_cache: _builtins.bool
+        host_blocks: _builtins.int
         def __init__(
             self,
             *,
             total_blocks: _builtins.int = ...,
             block_size: _builtins.int = ...,
             prefix_cache: _builtins.bool = ...,
+            host_blocks: _builtins.int = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "prefix_cache", b"prefix_cache", "total_blocks", b"total_blocks"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "host_blocks", b"host_blocks", "prefix_cache", b"prefix_cache", "total_blocks", b"total_blocks"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -105,7 +108,7 @@ class JournalEntry(_message.Message):
 
     @_typing.final
     class Admit(_message.Message):
-        """Sequences are numbered; a number is used again once its sequence is released."""
+        """Sequences are numbered; a number is used again once its sequence is released, or dropped while it is swapped out."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -439,6 +442,83 @@ class JournalEntry(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class SwapOut(_message.Message):
+        """A group leaves the pool: the first lengths[i] tokens of sequences[i] go to the host. `tokens` as in Release, one sequence's after
+        another's. The outcome is a checksum of the blocks on the host.
+        """
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        SEQUENCES_FIELD_NUMBER: _builtins.int
+        LENGTHS_FIELD_NUMBER: _builtins.int
+        TOKENS_FIELD_NUMBER: _builtins.int
+        @_builtins.property
+        def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+        @_builtins.property
+        def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+        @_builtins.property
+        def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+        def __init__(
+            self,
+            *,
+            sequences: _abc.Iterable[_builtins.int] | None = ...,
+            lengths: _abc.Iterable[_builtins.int] | None = ...,
+            tokens: _abc.Iterable[_builtins.int] | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths", "sequences", b"sequences", "tokens", b"tokens"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class SwapIn(_message.Message):
+        """A group comes back: of sequences[i], the first counts[i] blocks were found in the cache. `blocks` are those, one sequence's after
+        another's. The outcome is a checksum of the tables' blocks.
+        """
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        SEQUENCES_FIELD_NUMBER: _builtins.int
+        COUNTS_FIELD_NUMBER: _builtins.int
+        BLOCKS_FIELD_NUMBER: _builtins.int
+        @_builtins.property
+        def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+        @_builtins.property
+        def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+        @_builtins.property
+        def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+        def __init__(
+            self,
+            *,
+            sequences: _abc.Iterable[_builtins.int] | None = ...,
+            counts: _abc.Iterable[_builtins.int] | None = ...,
+            blocks: _abc.Iterable[_builtins.int] | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "counts", b"counts", "sequences", b"sequences"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class DropSwapped(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        SEQUENCE_FIELD_NUMBER: _builtins.int
+        sequence: _builtins.int
+        def __init__(
+            self,
+            *,
+            sequence: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RUN_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     CLOCK_FIELD_NUMBER: _builtins.int
@@ -459,6 +539,9 @@ class JournalEntry(_message.Message):
     UNPIN_FIELD_NUMBER: _builtins.int
     EXPIRE_FIELD_NUMBER: _builtins.int
     CLEAR_PINS_FIELD_NUMBER: _builtins.int
+    SWAP_OUT_FIELD_NUMBER: _builtins.int
+    SWAP_IN_FIELD_NUMBER: _builtins.int
+    DROP_SWAPPED_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     clock: _builtins.float
     """the owner's clock from here on"""
@@ -502,6 +585,12 @@ class JournalEntry(_message.Message):
     def expire(self) -> Global___JournalEntry.Expire: ...
     @_builtins.property
     def clear_pins(self) -> Global___JournalEntry.ClearPins: ...
+    @_builtins.property
+    def swap_out(self) -> Global___JournalEntry.SwapOut: ...
+    @_builtins.property
+    def swap_in(self) -> Global___JournalEntry.SwapIn: ...
+    @_builtins.property
+    def drop_swapped(self) -> Global___JournalEntry.DropSwapped: ...
     def __init__(
         self,
         *,
@@ -525,15 +614,18 @@ class JournalEntry(_message.Message):
         unpin: Global___JournalEntry.Unpin | None = ...,
         expire: Global___JournalEntry.Expire | None = ...,
         clear_pins: Global___JournalEntry.ClearPins | None = ...,
+        swap_out: Global___JournalEntry.SwapOut | None = ...,
+        swap_in: Global___JournalEntry.SwapIn | None = ...,
+        drop_swapped: Global___JournalEntry.DropSwapped | None = ...,
         outcome: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_outcome", b"_outcome", "acknowledge", b"acknowledge", "admit", b"admit", "clear_pins", b"clear_pins", "clock", b"clock", "discard", b"discard", "distrust", b"distrust", "distrust_cached", b"distrust_cached", "end", b"end", "end_step", b"end_step", "expire", b"expire", "flush", b"flush", "flush_part", b"flush_part", "fork", b"fork", "grow", b"grow", "kind", b"kind", "note_preemption", b"note_preemption", "outcome", b"outcome", "pin", b"pin", "pool", b"pool", "release", b"release", "run", b"run", "unpin", b"unpin"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_outcome", b"_outcome", "acknowledge", b"acknowledge", "admit", b"admit", "clear_pins", b"clear_pins", "clock", b"clock", "discard", b"discard", "distrust", b"distrust", "distrust_cached", b"distrust_cached", "drop_swapped", b"drop_swapped", "end", b"end", "end_step", b"end_step", "expire", b"expire", "flush", b"flush", "flush_part", b"flush_part", "fork", b"fork", "grow", b"grow", "kind", b"kind", "note_preemption", b"note_preemption", "outcome", b"outcome", "pin", b"pin", "pool", b"pool", "release", b"release", "run", b"run", "swap_in", b"swap_in", "swap_out", b"swap_out", "unpin", b"unpin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outcome", b"_outcome", "acknowledge", b"acknowledge", "admit", b"admit", "clear_pins", b"clear_pins", "clock", b"clock", "discard", b"discard", "distrust", b"distrust", "distrust_cached", b"distrust_cached", "end", b"end", "end_step", b"end_step", "expire", b"expire", "flush", b"flush", "flush_part", b"flush_part", "fork", b"fork", "grow", b"grow", "kind", b"kind", "note_preemption", b"note_preemption", "outcome", b"outcome", "pin", b"pin", "pool", b"pool", "release", b"release", "run", b"run", "unpin", b"unpin"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outcome", b"_outcome", "acknowledge", b"acknowledge", "admit", b"admit", "clear_pins", b"clear_pins", "clock", b"clock", "discard", b"discard", "distrust", b"distrust", "distrust_cached", b"distrust_cached", "drop_swapped", b"drop_swapped", "end", b"end", "end_step", b"end_step", "expire", b"expire", "flush", b"flush", "flush_part", b"flush_part", "fork", b"fork", "grow", b"grow", "kind", b"kind", "note_preemption", b"note_preemption", "outcome", b"outcome", "pin", b"pin", "pool", b"pool", "release", b"release", "run", b"run", "swap_in", b"swap_in", "swap_out", b"swap_out", "unpin", b"unpin"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__outcome: _TypeAlias = _typing.Literal["outcome"]  # noqa: Y015
     _WhichOneofArgType__outcome: _TypeAlias = _typing.Literal["_outcome", b"_outcome"]  # noqa: Y015
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["run", "pool", "clock", "end", "admit", "fork", "grow", "acknowledge", "release", "end_step", "distrust", "distrust_cached", "flush", "flush_part", "note_preemption", "discard", "pin", "unpin", "expire", "clear_pins"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["run", "pool", "clock", "end", "admit", "fork", "grow", "acknowledge", "release", "end_step", "distrust", "distrust_cached", "flush", "flush_part", "note_preemption", "discard", "pin", "unpin", "expire", "clear_pins", "swap_out", "swap_in", "drop_swapped"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__outcome) -> _WhichOneofReturnType__outcome | None: ...

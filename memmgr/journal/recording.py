@@ -1,6 +1,6 @@
 """A memory whose operations are recorded before it does them, and what came of them after.
 
-`JournaledMemory` is a Memory that tells a `Journal` of each operation; where no journal is wanted, a plain Memory is used and
+`JournaledMemory` is a memory that tells a `Journal` of each operation; where no journal is wanted, a plain one is used and
 nothing is paid. The journal keeps what it is told until `flush`, which the engine calls once a round, after its plans have left:
 never more than some MiB. Growing and acknowledging are nearly all that happens: such operations in a row are one entry.
 
@@ -12,7 +12,8 @@ Knows the memory's operations and the journal's entries; not who calls for them,
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from io import BytesIO
 from typing import Final
 from zlib import crc32
@@ -25,9 +26,10 @@ from kilburn.log import Logger
 from kilburn.v1.journal_pb2 import JournalEntry
 from memmgr.core.blocks import BlockPool
 from memmgr.core.events import Record
-from memmgr.core.memory import Admission, Growth, Memory, MemoryCounters, StepMemory, Table
+from memmgr.core.memory import Admission, Growth, MemoryCounters, StepMemory, Table
 from memmgr.core.pins import Pin, Pins
 from memmgr.core.prefix import Lineage, PrefixIndex
+from memmgr.core.swap import SwapIn, SwapOut, SwappingMemory
 from memmgr.journal.files import MAX_FRAME_BYTES, JournalFile
 
 #: Operations in one entry, and tokens in it: more begin another one. Entries in one frame, in bytes: more are written at once.
@@ -36,12 +38,18 @@ _MAX_TOKENS: Final = 65536
 _MAX_BUFFERED_BYTES: Final = MIB
 
 
-def step_check(memory: Memory, step: StepMemory) -> int:
+def blocks_check(tables: Iterable[Sequence[int]]) -> int:
+    """Return a checksum of the blocks of some tables, in their order."""
+    return crc32(array("q", (block for table in tables for block in (*table, -1))).tobytes())
+
+
+def step_check(memory: SwappingMemory, step: StepMemory) -> int:
     """Return a checksum of what a step does to blocks and of how many are in which state after it."""
     pool, counters = memory.pool, memory.counters
-    numbers = array("q", (block for copy in step.copies for block in copy))
-    numbers.extend((-1, *step.freed, -1, pool.live, pool.cached, pool.shared, pool.pinned, pool.pinned_cached))
+    numbers = array("q", (block for copies in (step.outs, step.ins, step.copies) for copy in (*copies, (-1,)) for block in copy))
+    numbers.extend((*step.freed, -1, pool.live, pool.cached, pool.shared, pool.pinned, pool.pinned_cached))
     numbers.extend((len(memory.index), len(memory.tables), counters.allocated_blocks, counters.evicted_blocks))
+    numbers.extend((len(memory.swapped), memory.host.used))
     return crc32(numbers.tobytes())
 
 
@@ -79,14 +87,19 @@ class Journal:
         prefix_cache: bool,
         counters: MemoryCounters,
         records: list[Record] | None = None,
-    ) -> Memory:
+        host_blocks: int = 0,
+    ) -> SwappingMemory:
         """Return the memory of a new pool, in the place of the one before."""
-        if self._file is None:
-            return Memory(total_blocks, block_size, prefix_cache=prefix_cache, counters=counters, records=records)
-        pool = self.begin().pool
-        pool.total_blocks, pool.block_size, pool.prefix_cache = total_blocks, block_size, prefix_cache
-        self._clock = 0.0
-        return JournaledMemory(self, total_blocks, block_size, prefix_cache=prefix_cache, counters=counters, records=records)
+        make: Callable[..., SwappingMemory] = SwappingMemory
+        if self._file is not None:
+            pool = self.begin().pool
+            pool.total_blocks, pool.block_size = total_blocks, block_size
+            pool.prefix_cache, pool.host_blocks = prefix_cache, host_blocks
+            self._clock = 0.0
+            make = partial(JournaledMemory, self)
+        return make(
+            total_blocks, block_size, prefix_cache=prefix_cache, counters=counters, records=records, host_blocks=host_blocks
+        )
 
     # ---------------------------------------------------------------------------------------------- the operations
 
@@ -198,7 +211,7 @@ class Journal:
             self._file = None
 
 
-class JournaledMemory(Memory):
+class JournaledMemory(SwappingMemory):
     """A memory that tells its journal. `Journal.memory` makes them. Every method that changes something is here."""
 
     def __init__(
@@ -210,11 +223,15 @@ class JournaledMemory(Memory):
         prefix_cache: bool,
         counters: MemoryCounters,
         records: list[Record] | None,
+        host_blocks: int,
     ) -> None:
         self._journal: Final = journal
-        self._numbers: Final[dict[Hashable, int]] = {}  # of the sequences that have a table
+        self._numbers: Final[dict[Hashable, int]] = {}  # of the sequences that have a table, in the pool or on the host
         self._unused_numbers: Final[list[int]] = []
-        super().__init__(total_blocks, block_size, prefix_cache=prefix_cache, counters=counters, records=records)
+        self._swapping = False  # what is released within a swap is not recorded
+        super().__init__(
+            total_blocks, block_size, prefix_cache=prefix_cache, counters=counters, records=records, host_blocks=host_blocks
+        )
 
     def _new_pins(self, records: list[Record] | None) -> Pins:
         return JournaledPins(self._journal, self.pool, self.index, records)
@@ -272,16 +289,53 @@ class JournaledMemory(Memory):
 
     def release(self, key: Hashable, tokens: array[int], *, keep_tail: bool = True) -> None:
         """See Memory."""
-        table = self.tables[key]
+        if self._swapping:
+            super().release(key, tokens, keep_tail=keep_tail)
+            return
         entry = self._journal.begin(self.now)
-        number = entry.release.sequence = self._numbers[key]
+        entry.release.sequence = self._numbers[key]
         entry.release.drop_tail = not keep_tail
-        if keep_tail and self.prefix_cache:
-            entry.release.tokens.extend(tokens[table.computed // self.block_size * self.block_size : table.computed])
+        if keep_tail:
+            entry.release.tokens.extend(self._tail(self.tables[key], tokens))
         super().release(key, tokens, keep_tail=keep_tail)
         entry.outcome = 0
-        del self._numbers[key]
-        self._unused_numbers.append(number)
+        self._unused_numbers.append(self._numbers.pop(key))
+
+    def _tail(self, table: Table, tokens: array[int]) -> array[int]:
+        """Return the tokens by which the last block of a table that is released may be known."""
+        full = table.computed // self.block_size * self.block_size
+        return tokens[full : table.computed] if self.prefix_cache else array("I")
+
+    def swap_out(self, swap: SwapOut, tokens: Mapping[Hashable, array[int]]) -> None:
+        """See SwappingMemory."""
+        entry = self._journal.begin(self.now)
+        for key, length in swap.lengths.items():
+            entry.swap_out.sequences.append(self._numbers[key])
+            entry.swap_out.lengths.append(length)
+            entry.swap_out.tokens.extend(self._tail(self.tables[key], tokens[key]))
+        self._swapping = True
+        super().swap_out(swap, tokens)
+        self._swapping = False
+        entry.outcome = blocks_check(self.swapped[key].blocks for key in swap.lengths)
+
+    def swap_in(self, swap: SwapIn) -> dict[Hashable, Table]:
+        """See SwappingMemory."""
+        entry = self._journal.begin(self.now)
+        for key, cached in swap.cached.items():
+            entry.swap_in.sequences.append(self._numbers[key])
+            entry.swap_in.counts.append(len(cached))
+            entry.swap_in.blocks.extend(cached)
+        tables = super().swap_in(swap)
+        entry.outcome = blocks_check(table.blocks for table in tables.values())
+        return tables
+
+    def drop_swapped(self, key: Hashable) -> None:
+        """See SwappingMemory."""
+        entry = self._journal.begin(self.now)
+        entry.drop_swapped.sequence = self._numbers[key]
+        super().drop_swapped(key)
+        entry.outcome = 0
+        self._unused_numbers.append(self._numbers.pop(key))
 
     def distrust(self, table: Table) -> None:
         """See Memory."""

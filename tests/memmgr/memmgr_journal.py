@@ -16,9 +16,11 @@ from kilburn.v1.journal_pb2 import JournalEntry
 from memmgr.core.blocks import BlockPool
 from memmgr.core.memory import Memory, MemoryCounters, Table
 from memmgr.core.prefix import Lineage, PrefixIndex, root_hash
+from memmgr.core.swap import SwappingMemory
 from memmgr.journal.files import Frames, JournalFile
+from memmgr.journal.reading import entries
 from memmgr.journal.recording import Journal, JournaledMemory
-from memmgr.journal.replaying import Replay, Summary, entries, replay
+from memmgr.journal.replaying import Replay, Summary, replay
 
 
 def open_journal(path: Path) -> Journal:
@@ -35,13 +37,14 @@ def slots_of(value: object) -> dict[str, Any]:
     return {name: getattr(value, name) for name in type(value).__slots__}  # type: ignore[attr-defined]
 
 
-def state_of(memory: Memory) -> dict[str, Any]:
+def state_of(memory: SwappingMemory) -> dict[str, Any]:
     """Return every part of a memory's state; sequences by the numbers that its journal gives them."""
     assert BlockPool.__slots__, "all of its state is in its slots"
     assert PrefixIndex.__slots__
     number: Callable[[Any], int] = memory._numbers.__getitem__ if isinstance(memory, JournaledMemory) else int
     known = {"block_size", "prefix_cache", "counters", "pool", "index", "pins", "now", "_records", "_tables", "_copies", "_held"}
-    rest = set(vars(memory)) - known - {"_freed", "_planning", "_journal", "_numbers", "_unused_numbers"}
+    known |= {"host", "_swapped", "_outs", "_ins"}
+    rest = set(vars(memory)) - known - {"_freed", "_planning", "_journal", "_numbers", "_unused_numbers", "_swapping"}
     assert not rest, f"state that is not compared: {rest}"
     pins = {name: value for name, value in vars(memory.pins).items() if name in {"_pins", "_made", "_next_expiry"}}
     return {
@@ -52,6 +55,10 @@ def state_of(memory: Memory) -> dict[str, Any]:
         "copies": list(memory._copies.items()),
         "held": [(block, len(owners)) for block, owners in memory._held.items()],
         "freed": memory._freed,
+        "host": vars(memory.host),
+        "swapped": [(number(key), swapped.blocks, swapped.planned) for key, swapped in memory.swapped.items()],
+        "outs": list(memory._outs.items()),
+        "ins": list(memory._ins.items()),
         "planning": memory._planning,
         "counters": asdict(memory.counters),
         "kind": (memory.block_size, memory.prefix_cache),
@@ -73,7 +80,7 @@ def grow(memory: Memory, key: str, count: int) -> None:
 def write_small(path: Path) -> bytes:
     """Write a journal with one of everything, in several frames; return its bytes."""
     journal = open_journal(path)
-    memory = journal.memory(8, 2, prefix_cache=True, counters=MemoryCounters())
+    memory = journal.memory(8, 2, prefix_cache=True, counters=MemoryCounters(), host_blocks=8)
     lineage, prompt = Lineage(root_hash("model", "tenant", ""), "tenant"), array("I", [1, 2, 3, 4, 5])
     admission = memory.plan_admission(lineage, prompt, 0)
     assert admission is not None
@@ -86,6 +93,18 @@ def write_small(path: Path) -> bytes:
     memory.acknowledge(table, 5, prompt)
     grow(memory, "b", 1)
     memory.end_step()
+    out = memory.plan_swap_out({"a": 5, "b": 6})
+    assert out is not None
+    memory.swap_out(out, {"a": prompt, "b": array("I", [*prompt, 6])})
+    memory.end_step()
+    back = memory.plan_swap_in(["a"], {"a": prompt}, 3)
+    assert back is not None
+    assert back.cached["a"], "some of it is still there"
+    memory.swap_in(back)
+    memory.drop_swapped("b")
+    memory.end_step()
+    memory.acknowledge(memory.tables["a"], 5, prompt)
+    memory.fork("a", "b")
     journal.flush()
     pin = memory.pins.pin(memory.pins.pinnable(lineage, prompt), "tenant", 2.0)
     memory.pins.pin(memory.pins.pinnable(lineage, prompt), "tenant", 3.0)
