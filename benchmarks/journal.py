@@ -30,6 +30,7 @@ from rich.table import Table
 from memmgr.core.memory import Memory, MemoryCounters
 from memmgr.core.prefix import root_hash
 from memmgr.journal.files import JournalFile
+from memmgr.journal.journaled import memory_of
 from memmgr.journal.recording import Journal
 from memmgr.journal.replaying import Replay, replay
 from memmgr.schedule.plans import Limits, Sampled, Submission
@@ -96,7 +97,7 @@ def measure(running: int, folder: Path) -> Point:
         off.append(seconds / steps)
         path.unlink(missing_ok=True)
         journal = Journal(JournalFile(path), structlog.get_logger(), 0.0)
-        memory = journal.memory(blocks, _BLOCK_SIZE, prefix_cache=True, counters=MemoryCounters())
+        memory = memory_of(journal, blocks, _BLOCK_SIZE, prefix_cache=True, counters=MemoryCounters())
         steps, tokens, seconds = _serve(memory, journal, running, seed)
         journal.close(ended=True)
         on.append(seconds / steps)

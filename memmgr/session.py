@@ -11,6 +11,7 @@ import time
 from array import array
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from kilburn.errors import KilburnError
@@ -20,6 +21,7 @@ from memmgr.core.events import Record
 from memmgr.core.memory import Memory, MemoryCounters
 from memmgr.core.pins import Pin
 from memmgr.core.prefix import root_hash
+from memmgr.journal.journaled import memory_of
 from memmgr.journal.recording import Journal
 from memmgr.messages import MessageError, read_result, step_plan
 from memmgr.schedule.plans import Limits, PlannedSample
@@ -90,7 +92,7 @@ class Session:
         self.attempt: Final = hello.attempt
         self.model: Final = hello.model
         self.totals: Final = totals
-        new_memory = Memory if journal is None else journal.memory
+        new_memory = Memory if journal is None else partial(memory_of, journal)
         memory = new_memory(
             hello.model.total_blocks,
             hello.model.block_size,

@@ -25,8 +25,8 @@ from memmgr.core.memory import Admission, MemoryCounters, Table
 from memmgr.core.prefix import Match
 from memmgr.core.swap import SwapIn, SwappedTable, SwappingMemory
 from memmgr.journal.files import Frames, JournalError
+from memmgr.journal.journaled import blocks_check, step_check
 from memmgr.journal.reading import Outcomes, Part, RefusedError, entries, lineage_of, tokens_from
-from memmgr.journal.recording import blocks_check, step_check
 
 #: A pool of terabytes; replaying takes a GiB for it.
 MAX_BLOCKS: Final = 10_000_000

@@ -18,8 +18,9 @@ from memmgr.core.memory import Memory, MemoryCounters, Table
 from memmgr.core.prefix import Lineage, PrefixIndex, root_hash
 from memmgr.core.swap import SwappingMemory
 from memmgr.journal.files import Frames, JournalFile
+from memmgr.journal.journaled import JournaledMemory, memory_of
 from memmgr.journal.reading import entries
-from memmgr.journal.recording import Journal, JournaledMemory
+from memmgr.journal.recording import Journal
 from memmgr.journal.replaying import Replay, Summary, replay
 
 
@@ -80,7 +81,7 @@ def grow(memory: Memory, key: str, count: int) -> None:
 def write_small(path: Path) -> bytes:
     """Write a journal with one of everything, in several frames; return its bytes."""
     journal = open_journal(path)
-    memory = journal.memory(8, 2, prefix_cache=True, counters=MemoryCounters(), host_blocks=8)
+    memory = memory_of(journal, 8, 2, prefix_cache=True, counters=MemoryCounters(), host_blocks=8)
     lineage, prompt = Lineage(root_hash("model", "tenant", ""), "tenant"), array("I", [1, 2, 3, 4, 5])
     admission = memory.plan_admission(lineage, prompt, 0)
     assert admission is not None

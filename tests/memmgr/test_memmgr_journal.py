@@ -6,6 +6,7 @@ import os
 import random
 import tempfile
 from array import array
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from memmgr.core.pins import Pins
 from memmgr.core.prefix import Lineage, PrefixIndex, root_hash
 from memmgr.core.swap import HostBlocks, SwappingMemory
 from memmgr.journal import recording
-from memmgr.journal.recording import JournaledMemory, JournaledPins
+from memmgr.journal.journaled import JournaledMemory, JournaledPins, memory_of
 from memmgr.schedule.plans import EndCode, Limits
 from memmgr.schedule.scheduler import ScheduleCounters
 from memmgr.session import Session, StepTotals, Totals
@@ -65,7 +66,7 @@ class JournaledMachine(MemoryMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name) / "journal"
         self.journal = open_journal(self.path)
-        return self.journal.memory(total, size, prefix_cache=prefix_cache, counters=MemoryCounters())
+        return memory_of(self.journal, total, size, prefix_cache=prefix_cache, counters=MemoryCounters())
 
     def teardown(self) -> None:
         if not hasattr(self, "path"):
@@ -102,7 +103,7 @@ def test_a_scheduler_under_pressure_is_replayed(seed: int, prefix_cache: bool) -
             max_running=5,
             prefix_cache=prefix_cache,
             host_blocks=chance.choice([0, 6, 20]),
-            new_memory=journal.memory,
+            new_memory=partial(memory_of, journal),
         )
         keys = []
         for turn in range(60):
@@ -155,7 +156,7 @@ def test_rows_that_are_long_are_cut(path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(recording, "_MAX_TOKENS", 8)
     monkeypatch.setattr(recording, "_MAX_BUFFERED_BYTES", 64)
     journal = open_journal(path)
-    memory = journal.memory(32, 2, prefix_cache=True, counters=MemoryCounters())
+    memory = memory_of(journal, 32, 2, prefix_cache=True, counters=MemoryCounters())
     lineage, tokens = Lineage(root_hash("model", "tenant", ""), "tenant"), array("I", range(64))
     admission = memory.plan_admission(lineage, tokens[:1], 0)
     assert admission is not None
@@ -177,7 +178,7 @@ def test_rows_that_are_long_are_cut(path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_no_part_of_a_memory_is_forgotten(path: Path) -> None:
     """A new part, whose own methods can be called from outside, has to be recorded as the pins are."""
     journal = open_journal(path)
-    memory = journal.memory(4, 2, prefix_cache=True, counters=MemoryCounters())
+    memory = memory_of(journal, 4, 2, prefix_cache=True, counters=MemoryCounters())
     parts = {name: type(value) for name, value in vars(memory).items() if not name.startswith("_")}
     values = {"block_size": int, "prefix_cache": bool, "counters": MemoryCounters, "now": float}
     changed_by_the_memory_alone = {"pool": BlockPool, "index": PrefixIndex, "host": HostBlocks}

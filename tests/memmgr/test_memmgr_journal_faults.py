@@ -26,6 +26,7 @@ from memmgr.core.prefix import HASH_BYTES, Lineage
 from memmgr.core.swap import SwappingMemory
 from memmgr.journal import files
 from memmgr.journal.files import FIRST_LINE, MAX_FRAME_BYTES, Frames, JournalError, JournalFile
+from memmgr.journal.journaled import memory_of
 from memmgr.journal.recording import Journal
 from memmgr.journal.replaying import Replay, ReplayError, replay
 from tests.memmgr.memmgr_journal import framed, grow, open_journal, parsed, replayed, write_small
@@ -53,7 +54,7 @@ def test_cut_off_at_every_byte_it_is_replayed_up_to_there_and_goes_on_from_there
         assert summary.operations <= whole
         seen.add(summary.operations)
         journal = open_journal(path)
-        memory = journal.memory(4, 2, prefix_cache=True, counters=MemoryCounters())
+        memory = memory_of(journal, 4, 2, prefix_cache=True, counters=MemoryCounters())
         memory.end_step()
         journal.close(ended=True)
         _, after = replayed(path)
@@ -130,7 +131,7 @@ def test_a_core_that_forgets_a_reference_is_found_at_the_operation(
 
 def test_a_bug_in_the_recording_core_is_found_by_a_sound_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = open_journal(path)
-    memory = journal.memory(8, 2, prefix_cache=False, counters=MemoryCounters())
+    memory = memory_of(journal, 8, 2, prefix_cache=False, counters=MemoryCounters())
     for key in "abc":
         admission = memory.plan_admission(Lineage(bytes(HASH_BYTES), "tenant"), array("I", [1]), 0)
         assert admission is not None
@@ -151,7 +152,7 @@ def test_a_bug_in_the_recording_core_is_found_by_a_sound_one(path: Path, monkeyp
 def test_an_operation_that_did_not_come_back_is_the_last_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is in the journal before the core fails at it, so that the replay fails there too, or tells that it does not."""
     journal = open_journal(path)
-    memory = journal.memory(4, 2, prefix_cache=False, counters=MemoryCounters())
+    memory = memory_of(journal, 4, 2, prefix_cache=False, counters=MemoryCounters())
     lineage, take = Lineage(bytes(HASH_BYTES), ""), BlockPool.take
     admission = memory.plan_admission(lineage, array("I", [1]), 0)
     assert admission is not None
@@ -377,7 +378,7 @@ def no_room() -> Iterator[Callable[[int], None]]:
 def test_a_full_disk_ends_the_journal_and_nothing_else(path: Path, no_room: Callable[[int], None]) -> None:
     log = Log()
     journal = Journal(JournalFile(path), log, 0.0)  # type: ignore[arg-type]
-    memory = journal.memory(64, 2, prefix_cache=False, counters=MemoryCounters())
+    memory = memory_of(journal, 64, 2, prefix_cache=False, counters=MemoryCounters())
     lineage = Lineage(bytes(HASH_BYTES), "")
     admission = memory.plan_admission(lineage, array("I", [1]), 0)
     assert admission is not None
@@ -400,7 +401,7 @@ def test_a_full_disk_ends_the_journal_and_nothing_else(path: Path, no_room: Call
         }
     ]
     assert path.stat().st_size == whole
-    assert type(journal.memory(4, 2, prefix_cache=False, counters=MemoryCounters())) is SwappingMemory
+    assert type(memory_of(journal, 4, 2, prefix_cache=False, counters=MemoryCounters())) is SwappingMemory
     journal.close(ended=True)
     _, summary = replayed(path)
     assert (summary.operations, summary.torn_bytes) == (1, 0)
