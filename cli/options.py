@@ -23,6 +23,7 @@ from kilburn.config import (
     LogFormat,
     LogLevel,
     MemmgrConfig,
+    Preemption,
     check_block_size,
     parse_address,
     parse_bytes,
@@ -54,7 +55,8 @@ class ServerOptions:
     block_size: int
     num_blocks: int | None
     kv_memory_bytes: int | None
-    preemption: str
+    host_blocks: int
+    preemption: Preemption
     prefix_cache: bool
     max_model_len: int | None
     max_running: int
@@ -82,6 +84,7 @@ class ServerOptions:
             max_waiting=self.max_waiting,
             max_step_tokens=self.max_step_tokens,
             journal=self.journal,
+            preemption=self.preemption,
             log=self.log,
         )
 
@@ -100,6 +103,7 @@ class ServerOptions:
             max_model_len=self.max_model_len,
             max_running=self.max_running,
             max_step_tokens=self.max_step_tokens,
+            host_blocks=self.host_blocks,
             pool_dir=self.pool_dir,
             poison=self.poison,
             log=self.log,
@@ -206,7 +210,13 @@ _server_flags: Final = together(
     flag("--block-size", type=Parsed("tokens", _block_size), default="16", help="Tokens a block."),
     flag("--num-blocks", type=_COUNT, help="Physical blocks; else as many as fit into --kv-memory."),
     flag("--kv-memory", type=Parsed("size", parse_bytes), help="Such as 2GiB; else a share of what is free."),
-    flag("--preemption", type=click.Choice(["recompute"]), default="recompute", help="What becomes of a preempted request."),
+    flag("--host-blocks", type=click.IntRange(0, _MAX_COUNT), default=0, help="Blocks on the host, for --preemption swap."),
+    flag(
+        "--preemption",
+        type=click.Choice(["recompute", "swap"]),
+        default="recompute",
+        help="Compute what was preempted again, or let it wait on the host.",
+    ),
     flag("--prefix-cache/--no-prefix-cache", default=True, help="Keep and share the blocks of equal prefixes."),
     flag("--max-model-len", type=click.IntRange(2, _MAX_COUNT), help="Tokens, prompt and output; else the model's."),
     flag("--max-running", type=_COUNT, default=256, help="Sequences in a step."),
@@ -241,7 +251,18 @@ def server_options(command: Callable[Concatenate[ServerOptions, P], None]) -> Ca
 
 
 _NAMES: Final = (
-    *("model", "device", "dtype", "attention", "block_size", "num_blocks", "kv_memory", "preemption", "prefix_cache"),
+    *(
+        "model",
+        "device",
+        "dtype",
+        "attention",
+        "block_size",
+        "num_blocks",
+        "kv_memory",
+        "host_blocks",
+        "preemption",
+        "prefix_cache",
+    ),
     *("max_model_len", "max_running", "max_waiting", "max_step_tokens", "listen", "admin", "runtime_dir", "pool_dir"),
     *("gateway_endpoint", "executor_endpoint", "journal", "poison", "log_format", "log_level"),
 )
@@ -272,6 +293,10 @@ def _check(values: dict[str, Any]) -> ServerOptions:
 def _check_together(options: ServerOptions) -> None:
     if options.num_blocks is not None and options.kv_memory_bytes is not None:
         raise StartError("--num-blocks and --kv-memory both set the size of the pool; give one of them")
+    if options.preemption == "swap" and not options.host_blocks:
+        raise StartError("--preemption swap needs room on the host; give --host-blocks as well")
+    if options.host_blocks and options.preemption != "swap":
+        raise StartError(f"--host-blocks {options.host_blocks} are of no use without --preemption swap")
     if options.gateway_endpoint == options.executor_endpoint:
         raise StartError("--gateway-endpoint and --executor-endpoint are the same")
     if options.listen == options.admin and options.listen.port != 0:

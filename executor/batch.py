@@ -11,6 +11,7 @@ The rules:
     positions    within the context length, and within the slot's table
     rows         at most max_step_tokens in a plan; no two write the same token slot of a block
     copies       no block is source and destination, none is a destination twice
+    swaps        host blocks 0 .. host_blocks - 1; none is named twice; no block is swapped in twice
 """
 
 import math
@@ -44,6 +45,7 @@ class Limits:
     vocab_size: int
     max_slots: int
     max_step_tokens: int
+    host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class Slots:
             self._close(slot)
 
     def check_blocks(self, plan: StepPlan) -> None:
-        """Check the blocks that a plan frees and copies.
+        """Check the blocks that a plan frees, copies and swaps.
 
         Raises:
             PlanError: see the module.
@@ -97,6 +99,17 @@ class Slots:
         self._check_range(destinations)
         if len(set(destinations)) != len(destinations) or set(sources) & set(destinations):
             raise PlanError("a block is copied to twice, or is both source and destination")
+        self._check_swaps(plan)
+
+    def _check_swaps(self, plan: StepPlan) -> None:
+        brought = [swap.destination for swap in plan.swap_ins]
+        self._check_range([swap.source for swap in plan.swap_outs])
+        self._check_range(brought)
+        places = [swap.destination for swap in plan.swap_outs] + [swap.source for swap in plan.swap_ins]
+        if places and max(places) >= self._limits.host_blocks:
+            raise PlanError(f"host block {max(places)}; there are {self._limits.host_blocks}")
+        if len(set(places)) != len(places) or len(set(brought)) != len(brought):
+            raise PlanError("a host block is named twice, or a block is swapped in twice")
 
     def apply(self, plan: StepPlan) -> Batch | None:
         """Close, open and advance slots, and return the rows to compute; None where there are none.

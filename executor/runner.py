@@ -73,8 +73,10 @@ class Runner:
         self._progress.step = plan.step
         began = self._clock_ns()
         self._slots.check_blocks(plan)
+        self._pool.swap_out((swap.source, swap.destination) for swap in plan.swap_outs)
         if self._poison:
             self._pool.poison(plan.freed_blocks)
+        self._pool.swap_in((swap.source, swap.destination) for swap in plan.swap_ins)
         if plan.copies:
             self._backend.copy_blocks(self._cache, [(copy.source, copy.destination) for copy in plan.copies])
         batch = self._slots.apply(plan)

@@ -76,6 +76,7 @@ def run(config: ExecutorConfig) -> None:
             model=made.info,
             max_slots=made.limits.max_slots,
             max_step_tokens=made.limits.max_step_tokens,
+            host_blocks=made.limits.host_blocks,
         )
         socket = stack.enter_context(dealer(context.socket(zmq.DEALER), config.executor_endpoint))
         Service(socket, Link(incarnation, hello), made.runner, progress, log).serve(stop, beats)

@@ -68,6 +68,20 @@ def cuda_blocks(demand: Demand, free_memory: int) -> Size:
     return _asked(demand) or _share(demand, int(free_memory * _CUDA_SHARE), "a share of free device memory")
 
 
+def check_host(blocks: int, frame_bytes: int, pool_bytes: int) -> None:
+    """Check that so many frames fit the host's memory beside a pool of `pool_bytes` in it.
+
+    Raises:
+        StartError: they do not.
+    """
+    needed, free = blocks * frame_bytes, free_memory_bytes() - pool_bytes
+    if blocks and needed > free:
+        raise StartError(
+            f"--host-blocks {blocks} need {needed / MIB:,.1f} MiB, and {max(0, free) / MIB:,.1f} MiB of memory are free; "
+            "give fewer"
+        )
+
+
 def free_memory_bytes() -> int:
     """Return the memory that this process may still take: of the machine, or of its control group where that has a limit."""
     free = psutil.virtual_memory().available

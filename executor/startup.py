@@ -95,6 +95,7 @@ def ready(config: ExecutorConfig, incarnation: int, progress: Progress, log: Log
             vocab_size=info.vocab_size,
             max_slots=config.max_running,
             max_step_tokens=config.max_step_tokens or (_CPU_STEP_TOKENS if device.type == "cpu" else _CUDA_STEP_TOKENS),
+            host_blocks=pool.host_blocks,
         )
         runner = Runner(
             model=model,
@@ -118,6 +119,7 @@ def ready(config: ExecutorConfig, incarnation: int, progress: Progress, log: Log
             pool_mib=round(pool.spec.bytes / MIB, 1),
             pool_sized_by=size.reason,
             pool_file=str(pool.path),
+            host_blocks=pool.host_blocks,
             weights_mib=round(model.model.get_memory_footprint() / MIB, 1),
         )
         yield Ready(runner, info, limits)
@@ -179,11 +181,13 @@ def _pool(
     layout = backend.layout(model.shape)
     header = PoolHeader(version=HEADER_VERSION, model=info, layout=layout.name, executor_incarnation=incarnation)
     spec = PoolSpec(info.total_blocks, layout.elements, model.shape.dtype)
+    sizing.check_host(config.host_blocks, spec.frame_bytes, spec.bytes if model.device.type == "cpu" else 0)
     if model.device.type == "cpu":
         pool = shared_pool(spec, pool_path(config.pool_dir, config.runtime_dir), header)
     else:
         pool = device_pool(spec, model.device, header)
     try:
+        pool.add_host(config.host_blocks)
         if config.poison:
             pool.poison()
         yield pool

@@ -15,6 +15,7 @@ from kilburn.limits import GIB, KIB, MAX_BLOCK_SIZE, MIB
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Preemption = Literal["recompute", "swap"]
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 
@@ -64,6 +65,7 @@ class MemmgrConfig:
     max_waiting: int = 1024
     max_step_tokens: int | None = None  # None: by the executor's device
     journal: Path | None = None
+    preemption: Preemption = "recompute"
     log: LogConfig = LogConfig()
 
 
@@ -83,6 +85,7 @@ class ExecutorConfig:
     max_model_len: int | None = None
     max_running: int = 256
     max_step_tokens: int | None = None
+    host_blocks: int = 0
     pool_dir: Path | None = None  # None: the system's shared memory
     poison: bool = False
     log: LogConfig = LogConfig()

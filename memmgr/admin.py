@@ -89,7 +89,7 @@ class AdminService(PrefixCalls):
             live = {sequence.index: sequence for sequence in found.live} if found else {}
             if session is None or request.index not in live:
                 return None
-            sequence = views.snapshot_sequence(live[request.index], session.scheduler.memory.block_size, time.monotonic())
+            sequence = views.snapshot_sequence(live[request.index], session.memory, time.monotonic())
             return sequence, views.snapshot_references(self.engine, sequence)
 
         found = await self.ask(context, snapshot)

@@ -242,7 +242,7 @@ class Engine:
 
     def _meet_executor(self, incoming: Incoming, hello: engine.ExecutorHello, now: float) -> None:
         try:
-            check_hello(hello)
+            check_hello(hello, swap=self._config.preemption == "swap")
         except MessageError as error:
             self._log.error("executor refused", reason=str(error))
             self._executors.refuse(incoming, str(error))
@@ -261,6 +261,7 @@ class Engine:
             self.totals,
             now,
             prefix_cache=self._config.prefix_cache,
+            swap=self._config.preemption == "swap",
             records=self._records,
             journal=self._journal,
         )

@@ -153,11 +153,11 @@ def _request_end(end: RequestEnd) -> engine.RequestEnd:
 # -------------------------------------------------------------------------------------------- executors, both ways
 
 
-def check_hello(hello: engine.ExecutorHello) -> None:
+def check_hello(hello: engine.ExecutorHello, *, swap: bool = False) -> None:
     """Refuse an executor that can't be worked with.
 
     Raises:
-        MessageError: it speaks another protocol, or has room for nothing.
+        MessageError: it speaks another protocol, has room for nothing, or has no host blocks where they are needed.
     """
     if hello.protocol != PROTOCOL:
         raise MessageError(f"the executor speaks protocol {hello.protocol}, the memory manager {PROTOCOL}: start one version")
@@ -166,6 +166,10 @@ def check_hello(hello: engine.ExecutorHello) -> None:
         raise MessageError(f"the executor has blocks of {model.block_size} tokens; 1 to {MAX_BLOCK_SIZE} can be used")
     if not 1 <= model.total_blocks <= MAX_BLOCKS:
         raise MessageError(f"the executor has {model.total_blocks} blocks; 1 to {MAX_BLOCKS} can be used")
+    if hello.host_blocks > MAX_BLOCKS:
+        raise MessageError(f"the executor has {hello.host_blocks} host blocks; at most {MAX_BLOCKS} can be used")
+    if swap and not hello.host_blocks:
+        raise MessageError("the executor has no host blocks, and the memory manager is to swap: start both with the same flags")
     capacity = model.total_blocks * model.block_size
     if not 2 <= model.context_length <= capacity:
         raise MessageError(f"a context of {model.context_length} tokens does not fit a pool of {capacity}")
@@ -176,8 +180,13 @@ def check_hello(hello: engine.ExecutorHello) -> None:
 def step_plan(plan: Plan) -> engine.StepPlan:
     """Return a plan as the executor reads it."""
     message = engine.StepPlan(step=plan.step, closes=plan.closes, freed_blocks=plan.memory.freed)
-    for source, destination in plan.memory.copies:
-        message.copies.add(source=source, destination=destination)
+    for field, moves in (
+        (message.copies, plan.memory.copies),
+        (message.swap_outs, plan.memory.outs),
+        (message.swap_ins, plan.memory.ins),
+    ):
+        for source, destination in moves:
+            field.add(source=source, destination=destination)
     for slot, sampling, index in plan.opens:
         assert isinstance(sampling, engine.SamplingParams)
         message.opens.add(slot=slot, sampling=sampling, index=index)

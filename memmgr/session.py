@@ -18,9 +18,10 @@ from kilburn.errors import KilburnError
 from kilburn.limits import EXECUTOR_STALL_SECONDS, MAX_PINS, PEER_TIMEOUT_SECONDS
 from kilburn.v1 import engine_pb2 as engine
 from memmgr.core.events import Record
-from memmgr.core.memory import Memory, MemoryCounters
+from memmgr.core.memory import MemoryCounters
 from memmgr.core.pins import Pin
 from memmgr.core.prefix import root_hash
+from memmgr.core.swap import SwappingMemory
 from memmgr.journal.journaled import memory_of
 from memmgr.journal.recording import Journal
 from memmgr.messages import MessageError, read_result, step_plan
@@ -85,6 +86,7 @@ class Session:
         now: float,
         *,
         prefix_cache: bool,
+        swap: bool = False,
         records: list[Record] | None = None,
         journal: Journal | None = None,
     ) -> None:
@@ -92,15 +94,17 @@ class Session:
         self.attempt: Final = hello.attempt
         self.model: Final = hello.model
         self.totals: Final = totals
-        new_memory = Memory if journal is None else partial(memory_of, journal)
+        new_memory = SwappingMemory if journal is None else partial(memory_of, journal)
         memory = new_memory(
             hello.model.total_blocks,
             hello.model.block_size,
             prefix_cache=prefix_cache,
             counters=totals.memory,
             records=records,
+            host_blocks=hello.host_blocks if swap else 0,
         )
         fingerprint = hello.model.fingerprint
+        self.memory: Final = memory
         self.scheduler: Final = Scheduler(
             memory, limits, lambda tenant, salt: root_hash(fingerprint, tenant, salt), totals.schedule
         )

@@ -13,6 +13,7 @@ from typing import Final
 
 from kilburn.v1 import admin_pb2 as admin
 from memmgr.core.blocks import BlockState
+from memmgr.core.swap import SwappingMemory
 from memmgr.engine import Engine
 from memmgr.schedule.requests import Sequence, State
 
@@ -26,12 +27,13 @@ FRAMING_BYTES: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class SequenceSnapshot:
-    """One sequence, without its table's references."""
+    """One sequence, without its table's references. `blocks` are the host's where it is `on_host`."""
 
     message: admin.Sequence
     blocks: tuple[int, ...]
     planned: int
     block_size: int
+    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,9 @@ def pool(engine: Engine, now: float) -> admin.Pool:
     message.pinned_blocks = blocks.pinned
     message.running = scheduler.running_sequences
     message.waiting = len(scheduler.waiting)
+    message.swapped = len(session.memory.swapped)
+    message.host_total_blocks = session.memory.host.total
+    message.host_free_blocks = session.memory.host.total - session.memory.host.used
     message.logical_tokens, message.live_tokens = _tokens(engine)
     if blocks.live:
         message.utilization = message.live_tokens / (blocks.live * memory.block_size)
@@ -127,6 +132,8 @@ def _counters(engine: Engine) -> admin.Counters:
         evicted_blocks=memory.evicted_blocks,
         copied_blocks=memory.copied_blocks,
         partial_copies=memory.partial_copies,
+        swapped_out_blocks=memory.swapped_out_blocks,
+        swapped_in_blocks=memory.swapped_in_blocks,
         forks=memory.forks,
         prefix_query_tokens=schedule.prefix_query_tokens,
         prefix_hit_tokens=schedule.prefix_hit_tokens,
@@ -147,19 +154,21 @@ def snapshot_sequences(engine: Engine, now: float) -> list[SequenceSnapshot]:
     """Return all live sequences: the running ones, then the waiting ones, each by rank."""
     if engine.session is None:
         return []
-    scheduler = engine.session.scheduler
-    size = scheduler.memory.block_size
+    scheduler, memory = engine.session.scheduler, engine.session.memory
     requests = (*scheduler.running, *scheduler.waiting)
-    return [snapshot_sequence(sequence, size, now) for request in requests for sequence in request.live]
+    return [snapshot_sequence(sequence, memory, now) for request in requests for sequence in request.live]
 
 
-def snapshot_sequence(sequence: Sequence, block_size: int, now: float) -> SequenceSnapshot:
+def snapshot_sequence(sequence: Sequence, memory: SwappingMemory, now: float) -> SequenceSnapshot:
     """Return one sequence as it is."""
     request, table = sequence.request, sequence.table
     submission = request.submission
     state = admin.SEQUENCE_STATE_WAITING
     if request.state is State.RUNNING:
         state = admin.SEQUENCE_STATE_DECODE if sequence.decoding else admin.SEQUENCE_STATE_PREFILL
+    swapped = memory.swapped.get(sequence.key)
+    if swapped is not None:
+        state = admin.SEQUENCE_STATE_SWAPPED
     message = admin.Sequence(
         request_id=submission.request_id,
         index=sequence.index,
@@ -173,16 +182,20 @@ def snapshot_sequence(sequence: Sequence, block_size: int, now: float) -> Sequen
         age_seconds=now - request.arrived_at,
         block_count=0 if table is None else len(table.blocks),
     )
+    if swapped is not None:
+        message.block_count = len(swapped.blocks)
+        return SequenceSnapshot(message, swapped.blocks, swapped.planned, memory.block_size, on_host=True)
     if table is None:
-        return SequenceSnapshot(message, (), 0, block_size)
-    return SequenceSnapshot(message, tuple(table.blocks), table.planned, block_size)
+        return SequenceSnapshot(message, (), 0, memory.block_size)
+    return SequenceSnapshot(message, tuple(table.blocks), table.planned, memory.block_size)
 
 
 def snapshot_references(engine: Engine, sequence: SequenceSnapshot) -> list[int]:
     """Return the references of each block of a sequence's table."""
     if engine.session is None:
         return []
-    references = engine.session.scheduler.memory.pool.references
+    memory = engine.session.memory
+    references = memory.host.references if sequence.on_host else memory.pool.references
     return [references[block] for block in sequence.blocks]
 
 
@@ -222,7 +235,7 @@ def with_table(sequence: SequenceSnapshot, references: list[int]) -> admin.Seque
     message.CopyFrom(sequence.message)
     for logical, (block, counted) in enumerate(zip(sequence.blocks, references, strict=True)):
         filled = min(sequence.block_size, sequence.planned - logical * sequence.block_size)
-        message.table.add(logical=logical, block=block, filled=filled, references=counted)
+        message.table.add(logical=logical, block=block, filled=filled, references=counted, on_host=sequence.on_host)
     return message
 
 
@@ -285,6 +298,8 @@ def _holders(snapshot: BlocksSnapshot) -> tuple[dict[int, list[admin.Sequence]],
     fills: dict[int, int] = {}
     size = snapshot.block_size
     for sequence in snapshot.sequences:
+        if sequence.on_host:
+            continue
         for logical, block in enumerate(sequence.blocks):
             holders.setdefault(block, []).append(sequence.message)
             fills[block] = max(fills.get(block, 0), min(size, sequence.planned - logical * size))

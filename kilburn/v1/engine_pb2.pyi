@@ -621,6 +621,7 @@ class ExecutorHello(_message.Message):
     MAX_SLOTS_FIELD_NUMBER: _builtins.int
     MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     max_slots: _builtins.int
     """sequences that it can hold open"""
@@ -628,6 +629,8 @@ class ExecutorHello(_message.Message):
     """rows in one plan"""
     attempt: _builtins.int
     """as in GatewayHello"""
+    host_blocks: _builtins.int
+    """swap space"""
     @_builtins.property
     def model(self) -> Global___ModelInfo: ...
     def __init__(
@@ -638,10 +641,11 @@ class ExecutorHello(_message.Message):
         max_slots: _builtins.int = ...,
         max_step_tokens: _builtins.int = ...,
         attempt: _builtins.int = ...,
+        host_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "max_slots", b"max_slots", "max_step_tokens", b"max_step_tokens", "model", b"model", "protocol", b"protocol"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "host_blocks", b"host_blocks", "max_slots", b"max_slots", "max_step_tokens", b"max_step_tokens", "model", b"model", "protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -695,8 +699,8 @@ Global___ExecutorHeartbeat: _TypeAlias = ExecutorHeartbeat  # noqa: Y015
 
 @_typing.final
 class StepPlan(_message.Message):
-    """One step. The executor does, in this order: copies, closes, opens, then the chunks (tables first, K and V written
-    before attention reads them), then the sample rows.
+    """One step. The executor does, in this order: swap_outs, freed_blocks, swap_ins, copies, closes, opens, then the chunks
+    (tables first, K and V written before attention reads them), then the sample rows.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -708,6 +712,8 @@ class StepPlan(_message.Message):
     CHUNKS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     FREED_BLOCKS_FIELD_NUMBER: _builtins.int
+    SWAP_OUTS_FIELD_NUMBER: _builtins.int
+    SWAP_INS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """from 1 for each pair of incarnations, without gaps"""
     @_builtins.property
@@ -728,7 +734,15 @@ class StepPlan(_message.Message):
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRow]: ...
     @_builtins.property
     def freed_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """hold nothing of use from here on; poisoned under --poison before the copies"""
+        """hold nothing of use from here on; poisoned under --poison"""
+
+    @_builtins.property
+    def swap_outs(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockCopy]:
+        """from a block to a host block"""
+
+    @_builtins.property
+    def swap_ins(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockCopy]:
+        """from a host block to a block; no host block is in both"""
 
     def __init__(
         self,
@@ -740,10 +754,12 @@ class StepPlan(_message.Message):
         chunks: _abc.Iterable[Global___Chunk] | None = ...,
         samples: _abc.Iterable[Global___SampleRow] | None = ...,
         freed_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        swap_outs: _abc.Iterable[Global___BlockCopy] | None = ...,
+        swap_ins: _abc.Iterable[Global___BlockCopy] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "closes", b"closes", "copies", b"copies", "freed_blocks", b"freed_blocks", "opens", b"opens", "samples", b"samples", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "closes", b"closes", "copies", b"copies", "freed_blocks", b"freed_blocks", "opens", b"opens", "samples", b"samples", "step", b"step", "swap_ins", b"swap_ins", "swap_outs", b"swap_outs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

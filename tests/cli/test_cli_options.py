@@ -42,6 +42,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         block_size=16,
         num_blocks=None,
         kv_memory_bytes=None,
+        host_blocks=0,
         preemption="recompute",
         prefix_cache=True,
         max_model_len=None,
@@ -85,6 +86,12 @@ def test_each_flag_reaches_its_configuration(tmp_path: Path) -> None:
     assert memmgr.runtime_dir == executor.runtime_dir == gateway.runtime_dir == tmp_path
 
 
+def test_swapping_needs_room_on_the_host() -> None:
+    options = read(["--preemption", "swap", "--host-blocks", "40"])
+    assert options.memmgr().preemption == "swap"
+    assert options.executor().host_blocks == 40
+
+
 def test_a_flag_hides_its_variable() -> None:
     assert read([], {"KILBURN_BLOCK_SIZE": "7"}).block_size == 7
     assert read(["--block-size", "9"], {"KILBURN_BLOCK_SIZE": "7"}).block_size == 9
@@ -103,6 +110,7 @@ options_of_any_kind = st.builds(
     block_size=st.integers(1, 1024),
     num_blocks=st.none() | counts,
     kv_memory_bytes=st.none() | counts,
+    host_blocks=st.just(0),
     preemption=st.just("recompute"),
     prefix_cache=st.booleans(),
     max_model_len=st.none() | st.integers(2, 2**31 - 1),

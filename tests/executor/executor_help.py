@@ -89,6 +89,8 @@ def plan(
     closes: Iterable[int] = (),
     copies: Iterable[tuple[int, int]] = (),
     freed: Iterable[int] = (),
+    outs: Iterable[tuple[int, int]] = (),
+    ins: Iterable[tuple[int, int]] = (),
 ) -> StepPlan:
     """Return a step plan; samples are (chunk, slot, position)."""
     return StepPlan(
@@ -99,4 +101,6 @@ def plan(
         closes=closes,
         copies=[BlockCopy(source=source, destination=destination) for source, destination in copies],
         freed_blocks=freed,
+        swap_outs=[BlockCopy(source=block, destination=place) for block, place in outs],
+        swap_ins=[BlockCopy(source=place, destination=block) for place, block in ins],
     )

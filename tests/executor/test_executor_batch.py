@@ -11,7 +11,7 @@ from executor.errors import PlanError
 from kilburn.v1.engine_pb2 import Chunk, SamplingParams, SlotOpen, StepPlan, TableEdit
 from tests.executor.executor_help import plan, sampling
 
-LIMITS = Limits(num_blocks=20, block_size=4, context_length=30, vocab_size=100, max_slots=4, max_step_tokens=16)
+LIMITS = Limits(num_blocks=20, block_size=4, context_length=30, vocab_size=100, max_slots=4, max_step_tokens=16, host_blocks=5)
 
 
 def opened(*slots: int) -> list[SlotOpen]:
@@ -143,6 +143,13 @@ def test_a_plan_that_breaks_a_rule_is_refused(broken: StepPlan, reason: str) -> 
         (plan(2, copies=[(1, 2), (3, 2)]), "copied to twice"),
         (plan(2, copies=[(1, 2), (2, 3)]), "both source and destination"),
         (plan(2, copies=[(1, 1)]), "both source and destination"),
+        (plan(2, outs=[(20, 1)]), "block 20; the pool has 20"),
+        (plan(2, outs=[(1, 5)]), "host block 5; there are 5"),
+        (plan(2, ins=[(5, 1)]), "host block 5"),
+        (plan(2, ins=[(1, 20)]), "block 20"),
+        (plan(2, outs=[(1, 2)], ins=[(2, 3)]), "a host block is named twice"),
+        (plan(2, outs=[(1, 2), (3, 2)]), "a host block is named twice"),
+        (plan(2, ins=[(1, 2), (3, 2)]), "a block is swapped in twice"),
     ],
 )
 def test_blocks_outside_of_the_rules_are_refused(broken: StepPlan, reason: str) -> None:

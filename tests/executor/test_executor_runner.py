@@ -32,6 +32,7 @@ class Rig:
 
     model: LoadedModel
     num_blocks: int = 200
+    host_blocks: int = 0
     progress: Progress = field(default_factory=Progress)
     step: int = 0
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=lambda: defaultdict(list))  # of each slot, from `generate`
@@ -42,9 +43,11 @@ class Rig:
         spec = PoolSpec(self.num_blocks, layout.elements, self.model.shape.dtype)
         self.pool = device_pool(spec, CPU, PoolHeader(version=HEADER_VERSION))
         self.pool.poison()
+        self.pool.add_host(self.host_blocks)
         block_size = self.model.shape.block_size
         self.tables = Tables(self.num_blocks, block_size)
-        self.slots = Slots(Limits(self.num_blocks, block_size, self.model.context.tokens, self.model.vocab_size, 16, 256))
+        limits = Limits(self.num_blocks, block_size, self.model.context.tokens, self.model.vocab_size, 16, 256, self.host_blocks)
+        self.slots = Slots(limits)
         ticks = itertools.count(0, 1000)
         self.runner = Runner(
             model=self.model,
@@ -65,10 +68,22 @@ class Rig:
         closes: Sequence[int] = (),
         copies: Sequence[tuple[int, int]] = (),
         freed: Sequence[int] = (),
+        outs: Sequence[tuple[int, int]] = (),
+        ins: Sequence[tuple[int, int]] = (),
     ) -> StepResult:
         self.step += 1
         return self.runner.run(
-            plan(self.step, chunks=chunks, samples=samples, opens=opens, closes=closes, copies=copies, freed=freed)
+            plan(
+                self.step,
+                chunks=chunks,
+                samples=samples,
+                opens=opens,
+                closes=closes,
+                copies=copies,
+                freed=freed,
+                outs=outs,
+                ins=ins,
+            )
         )
 
     def generate(
@@ -158,6 +173,28 @@ def test_tokens_are_those_of_transformers(family: str, options: dict[str, object
     for block_size, chunk in ((1, 4), (7, 5), (16, 40)):
         rig = Rig(load_here(folder, block_size))
         assert rig.generate(PROMPTS, OUTPUTS, chunk, [sampling()] * len(PROMPTS)) == expected
+
+
+def test_a_sequence_that_waited_on_the_host_goes_on_as_if_it_had_not(llama: LoadedModel, tmp_path: Path) -> None:
+    """Out in one plan, its blocks poisoned; back into other blocks in another, and a clone made of one in the same plan."""
+    expected = greedy(save_tiny(tmp_path), PROMPTS[0], 2)
+    rig = Rig(llama, host_blocks=8)
+    prompt = PROMPTS[0]
+    first = rig.run(
+        opens=[SlotOpen(slot=0, sampling=sampling())],
+        chunks=[Chunk(slot=0, token_ids=prompt, new_blocks=[10, 11, 12, 13])],
+        samples=[(0, 0, 0)],
+    )
+    assert list(first.token_ids) == expected[:1]
+    rig.run(outs=[(10, 3), (11, 2), (12, 1), (13, 0)], freed=[10, 11, 12, 13], closes=[0])
+    second = rig.run(
+        ins=[(3, 20), (2, 21), (1, 22), (0, 23)],
+        copies=[(23, 24)],
+        opens=[SlotOpen(slot=5, sampling=sampling())],
+        chunks=[Chunk(slot=5, start=13, token_ids=expected[:1], new_blocks=[20, 21, 22, 24])],
+        samples=[(0, 5, 1)],
+    )
+    assert list(second.token_ids) == expected[1:]
 
 
 WINDOWS: list[tuple[str, dict[str, object]]] = [
