@@ -40,6 +40,7 @@ _COMMANDS: Final = {
     "verify": "cli.admin",
     "cancel": "cli.admin",
     "simulate": "cli.simulate",
+    "replay": "cli.replay",
     "health": "cli.health",
 }
 

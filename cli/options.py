@@ -68,6 +68,7 @@ class ServerOptions:
     pool_dir: Path | None
     gateway_endpoint: str
     executor_endpoint: str
+    journal: Path | None
     poison: bool
     log: LogConfig
 
@@ -82,6 +83,7 @@ class ServerOptions:
             max_running=self.max_running,
             max_waiting=self.max_waiting,
             max_step_tokens=self.max_step_tokens,
+            journal=self.journal,
             preemption=self.preemption,
             log=self.log,
         )
@@ -226,6 +228,7 @@ _server_flags: Final = together(
     flag("--pool-dir", type=Parsed("folder", _path), help="Where the CPU pool's file lies; else the system's shared memory."),
     flag("--gateway-endpoint", type=Parsed("endpoint", _endpoint), help="Where memmgr hears gateways: ipc://PATH."),
     flag("--executor-endpoint", type=Parsed("endpoint", _endpoint), help="Where memmgr hears executors: ipc://PATH."),
+    flag("--journal", type=Parsed("file", _path), help="Record what the memory does, prompts included, for `kilburn replay`."),
     flag("--poison", is_flag=True, help="Debug: fill the pool, and every freed block, with NaN."),
     flag("--log-format", type=click.Choice(["console", "json"]), default="console", help="Of the log on standard error."),
     flag("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", help="What is logged."),
@@ -261,7 +264,7 @@ _NAMES: Final = (
         "prefix_cache",
     ),
     *("max_model_len", "max_running", "max_waiting", "max_step_tokens", "listen", "admin", "runtime_dir", "pool_dir"),
-    *("gateway_endpoint", "executor_endpoint", "poison", "log_format", "log_level"),
+    *("gateway_endpoint", "executor_endpoint", "journal", "poison", "log_format", "log_level"),
 )
 
 

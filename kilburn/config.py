@@ -64,6 +64,7 @@ class MemmgrConfig:
     max_running: int = 256
     max_waiting: int = 1024
     max_step_tokens: int | None = None  # None: by the executor's device
+    journal: Path | None = None
     preemption: Preemption = "recompute"
     log: LogConfig = LogConfig()
 

@@ -24,6 +24,7 @@ from kilburn.wire.hub import Hub, Incoming
 from memmgr.core.events import NO_BLOCK, STARTED, Record
 from memmgr.core.memory import MemoryCounters
 from memmgr.events import EventLog
+from memmgr.journal.recording import Journal
 from memmgr.messages import MessageError, check_hello, read_submit, token_batches
 from memmgr.schedule.plans import EndCode, Limits, RequestEnd
 from memmgr.schedule.scheduler import ScheduleCounters
@@ -59,8 +60,15 @@ class _Gateway:
 class Engine:
     """See the module. `ask` may be called from any thread, all else belongs to the thread that calls `run`."""
 
-    def __init__(self, config: MemmgrConfig, incarnation: int, context: "zmq.Context[zmq.Socket[bytes]]", log: Logger) -> None:
-        """Bind both sockets.
+    def __init__(
+        self,
+        config: MemmgrConfig,
+        incarnation: int,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        log: Logger,
+        journal: Journal | None = None,
+    ) -> None:
+        """Bind both sockets. What the memory does is told to `journal`, which is the caller's to close.
 
         Raises:
             StartError: one can't be bound.
@@ -72,6 +80,7 @@ class Engine:
         self._records: list[Record] = []  # what happened to blocks since the log last took it in
         self._config = config
         self._log = log
+        self._journal = journal
         self._gateways = Hub(context, config.gateway_endpoint, incarnation)
         try:
             self._executors = Hub(context, config.executor_endpoint, incarnation)
@@ -145,6 +154,8 @@ class Engine:
             self._step(time.monotonic())
             self._flush()
             self.take_events()
+            if self._journal is not None:
+                self._journal.flush()  # the plans have left: the executor does not wait for a disk
         self._lose_executor("the memory manager is stopping")
         self._flush()
 
@@ -252,6 +263,7 @@ class Engine:
             prefix_cache=self._config.prefix_cache,
             swap=self._config.preemption == "swap",
             records=self._records,
+            journal=self._journal,
         )
         self._records.append((STARTED, NO_BLOCK, None, None))
         if not self._executors.welcome(incoming):

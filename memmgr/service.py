@@ -1,6 +1,9 @@
 """The memory manager as a process: its lock, its signals, its address file, its end."""
 
 import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +15,8 @@ from kilburn.wire.endpoints import check_endpoint, ipc_folder, lock, private_dir
 from kilburn.wire.envelope import new_incarnation
 from memmgr.admin import AdminServer
 from memmgr.engine import Engine
+from memmgr.journal.files import JournalFile
+from memmgr.journal.recording import Journal
 
 #: What ends the process. A terminal's Ctrl-C and a supervisor's SIGTERM may come together.
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
@@ -21,22 +26,39 @@ def run(config: MemmgrConfig) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
-        StartError: the runtime folder, an endpoint or the admin address can't be used.
+        StartError: the runtime folder, an endpoint, the admin address or the journal can't be used.
     """
     logger = log.configure(config.log, "memmgr")
     private_dir(config.runtime_dir)
     for endpoint in (config.gateway_endpoint, config.executor_endpoint):
         private_dir(ipc_folder(check_endpoint(endpoint)))
-    with lock(config.runtime_dir, "memmgr"):
+    with lock(config.runtime_dir, "memmgr"), _journal(config, logger) as journal:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            _serve(config, context, logger)
+            _serve(config, context, logger, journal)
         finally:
             context.term()
 
 
-def _serve(config: MemmgrConfig, context: "zmq.Context[zmq.Socket[bytes]]", logger: log.Logger) -> None:
-    engine = Engine(config, new_incarnation(), context, logger)
+@contextmanager
+def _journal(config: MemmgrConfig, logger: log.Logger) -> Iterator[Journal | None]:
+    """Open the journal, if one is wanted, and close it: it tells whether this process ended as it was asked to."""
+    if config.journal is None:
+        yield None
+        return
+    file = JournalFile(config.journal)
+    journal = Journal(file, logger, time.time())
+    logger.info("journal opened", journal=str(file.path), bytes=file.size, cut_bytes=file.cut_bytes)
+    ended = False
+    try:
+        yield journal
+        ended = True
+    finally:
+        journal.close(ended=ended)
+
+
+def _serve(config: MemmgrConfig, context: "zmq.Context[zmq.Socket[bytes]]", logger: log.Logger, journal: Journal | None) -> None:
+    engine = Engine(config, new_incarnation(), context, logger, journal)
     server = AdminServer(engine, config.admin, logger)
     for number in _ENDING:
         signal.signal(number, lambda *_: engine.stop())

@@ -11,6 +11,7 @@ import time
 from array import array
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from kilburn.errors import KilburnError
@@ -21,6 +22,8 @@ from memmgr.core.memory import MemoryCounters
 from memmgr.core.pins import Pin
 from memmgr.core.prefix import root_hash
 from memmgr.core.swap import SwappingMemory
+from memmgr.journal.journaled import memory_of
+from memmgr.journal.recording import Journal
 from memmgr.messages import MessageError, read_result, step_plan
 from memmgr.schedule.plans import Limits, PlannedSample
 from memmgr.schedule.scheduler import ScheduleCounters, Scheduler
@@ -85,12 +88,14 @@ class Session:
         prefix_cache: bool,
         swap: bool = False,
         records: list[Record] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.incarnation: Final = incarnation
         self.attempt: Final = hello.attempt
         self.model: Final = hello.model
         self.totals: Final = totals
-        memory = SwappingMemory(
+        new_memory = SwappingMemory if journal is None else partial(memory_of, journal)
+        memory = new_memory(
             hello.model.total_blocks,
             hello.model.block_size,
             prefix_cache=prefix_cache,

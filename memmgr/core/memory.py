@@ -118,7 +118,7 @@ class Memory:
         self.counters: Final = counters  # perhaps of more pools than this one, one after another
         self.pool: Final = BlockPool(total_blocks)
         self.index: Final = PrefixIndex(total_blocks, block_size)
-        self.pins: Final = Pins(self.pool, self.index, records)
+        self.pins: Final = self._new_pins(records)
         self.now = 0.0  # of the owner's clock, for stamps only
         self._records: Final = records  # the owner empties it
         self._tables: dict[Hashable, Table] = {}
@@ -126,6 +126,9 @@ class Memory:
         self._held: dict[int, list[object]] = {}  # source -> the owners of references held for the copies of this step
         self._freed: list[int] = []
         self._planning = False  # tables have grown since the last step ended
+
+    def _new_pins(self, records: list[Record] | None) -> Pins:
+        return Pins(self.pool, self.index, records)
 
     @property
     def tables(self) -> Mapping[Hashable, Table]:

@@ -55,6 +55,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         pool_dir=None,
         gateway_endpoint=endpoints.gateway_endpoint(runtime_dir),
         executor_endpoint=endpoints.executor_endpoint(runtime_dir),
+        journal=None,
         poison=False,
         log=LogConfig("console", "info"),
     )
@@ -67,12 +68,13 @@ def test_each_flag_reaches_its_configuration(tmp_path: Path) -> None:
             *("--kv-memory", "1.5GiB", "--no-prefix-cache", "--max-model-len", "99", "--max-running", "3"),
             *("--max-waiting", "4", "--max-step-tokens", "5", "--listen", "[::1]:1", "--admin", "h:2"),
             *("--runtime-dir", str(tmp_path), "--pool-dir", "/p", "--poison", "--log-format", "json", "--log-level", "debug"),
+            *("--journal", "/j"),
         ]
     )
     log = LogConfig("json", "debug")
     memmgr, executor, gateway = options.memmgr(), options.executor(), options.gateway()
     assert (memmgr.prefix_cache, memmgr.max_running, memmgr.max_waiting, memmgr.max_step_tokens) == (False, 3, 4, 5)
-    assert memmgr.admin == Address("h", 2)
+    assert (memmgr.admin, memmgr.journal) == (Address("h", 2), Path("/j"))
     assert (executor.model, executor.device, executor.dtype, executor.attention) == ("m", "cuda:2", "float16", "triton")
     assert (executor.block_size, executor.num_blocks, executor.kv_memory_bytes) == (7, None, 3 * 2**29)
     assert (executor.max_model_len, executor.max_running, executor.max_step_tokens) == (99, 3, 5)
@@ -121,6 +123,7 @@ options_of_any_kind = st.builds(
     pool_dir=st.none() | st.just(Path("/p")),
     gateway_endpoint=st.just("ipc:///g"),
     executor_endpoint=st.just("ipc:///e"),
+    journal=st.none() | st.just(Path("/a folder/journal")),
     poison=st.booleans(),
     log=st.builds(LogConfig, st.sampled_from(get_args(LogFormat)), st.sampled_from(get_args(LogLevel))),
 )

@@ -6,8 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-#: A message-only file's empty gRPC modules are not kept.
-UNKEPT = {"engine_pb2_grpc.py", "engine_pb2_grpc.pyi"}
+#: Files of messages alone: empty gRPC modules are not kept.
+UNKEPT = {f"{part}_pb2_grpc.{ending}" for part in ("engine", "journal") for ending in ("py", "pyi")}
 
 
 def test_generated_code_is_current(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -270,11 +270,12 @@ class World:
         prefix_cache: bool = True,
         records: list[Record] | None = None,
         host_blocks: int = 0,
+        new_memory: Callable[..., SwappingMemory] = SwappingMemory,
     ) -> None:
         self.vocabulary = vocabulary
         self.records = records
         self.limits = Limits(max_running, max_waiting, max_step_tokens, context_length or blocks * block_size)
-        self.memory = SwappingMemory(
+        self.memory = new_memory(
             blocks,
             block_size,
             prefix_cache=prefix_cache,

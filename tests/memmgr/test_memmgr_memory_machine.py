@@ -62,7 +62,7 @@ class Sequence:
 class MemoryMachine(RuleBasedStateMachine):
     @initialize(total=st.integers(3, 12), size=st.integers(1, 4), prefix_cache=st.sampled_from([True, True, True, False]))
     def begin(self, total: int, size: int, prefix_cache: bool) -> None:
-        self.memory = Memory(total, size, prefix_cache=prefix_cache, counters=MemoryCounters())
+        self.memory = self.new_memory(total, size, prefix_cache=prefix_cache)
         self.size, self.total = size, total
         self.slots: list[list[Prefix]] = [[POISON] * size for _ in range(total)]
         self.sequences: dict[int, Sequence] = {}
@@ -73,6 +73,9 @@ class MemoryMachine(RuleBasedStateMachine):
         self.planning = False  # something was admitted or has grown in this step
         self.pins: dict[int, tuple[list[int], float]] = {}  # number -> blocks, end
         self.clock = 0.0
+
+    def new_memory(self, total: int, size: int, *, prefix_cache: bool) -> Memory:
+        return Memory(total, size, prefix_cache=prefix_cache, counters=MemoryCounters())
 
     # ------------------------------------------------------------------------------------------------- the rules
 

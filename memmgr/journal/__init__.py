@@ -1,0 +1,6 @@
+"""The journal: the memory core's operations, recorded as they come, and run again later.
+
+The core is a state machine: the same operations give the same state. `journaled` has the memory that tells of its operations,
+`recording` turns them into entries of journal.proto, `files` keeps these in a file that tells when it was cut off or damaged;
+`reading` takes them out again, and `replaying` runs them and checks every invariant.
+"""
