@@ -1,7 +1,7 @@
 """The two other ends of the memory manager, without a model: what is left is what the memory manager does itself.
 
-An executor that answers each plan at once, and a gateway that keeps so many requests running. Both speak engine.proto over the real
-sockets. Knows nothing of memory.
+An executor that answers each plan at once, and a gateway that keeps so many requests running. Both speak engine.proto over the
+real sockets. Knows nothing of memory.
 """
 
 import time

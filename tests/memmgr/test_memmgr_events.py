@@ -187,7 +187,8 @@ class Watched:
         return self.log.cursor
 
     def snapshot(self) -> list[admin.BlockPage]:
-        engine = SimpleNamespace(session=SimpleNamespace(scheduler=self.world.scheduler), take_events=self.take_events)
+        session = SimpleNamespace(scheduler=self.world.scheduler, memory=self.world.memory)
+        engine = SimpleNamespace(session=session, take_events=self.take_events)
         blocks = snapshot_blocks(cast(Engine, engine), 0, 0, self.world.now)
         assert blocks is not None
         return list(block_pages(blocks, 0, 0))
