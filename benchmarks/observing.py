@@ -80,8 +80,10 @@ def _load(gateway: str, processor: int) -> None:
     os.sched_setaffinity(0, {processor})
     with Client(gateway) as client:
         vocab_size = client.model().vocab_size
-        threads = [threading.Thread(target=_stream, args=(client, number, vocab_size), daemon=True) for number in
-        range(_SEQUENCES)] for thread in threads:
+        threads = [
+            threading.Thread(target=_stream, args=(client, number, vocab_size), daemon=True) for number in range(_SEQUENCES)
+        ]
+        for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
@@ -163,8 +165,10 @@ def _memory_manager(folder: Path) -> Iterator[str]:
     """Run a memory manager alone; its admin address."""
     words = ["memmgr", "--runtime-dir", str(folder), "--admin", "127.0.0.1:0", "--max-running", str(_SEQUENCES)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "cli", *words, "--log-format", "json"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
-        text=True
+        [sys.executable, "-m", "cli", *words, "--log-format", "json"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
     )
     assert process.stderr is not None
     try:
