@@ -236,13 +236,13 @@ def dump(progress: Progress) -> Dumped:
 
 def _gaps(times: Sequence[float]) -> list[float]:
     """Return the milliseconds between one step and the next."""
-    if len(times) < 2:  # noqa: PLR2004 - a gap has two ends
+    if len(times) < 2:
         raise click.ClickException("the memory manager made no steps")
     return [(later - earlier) * 1e3 for earlier, later in zip(times, times[1:], strict=False)]
 
 
-def show(watched: Watched, dumped: Dumped, console: Console) -> None:
-    """Print the tables for people."""
+def show_watched(watched: Watched, console: Console) -> None:
+    """Print the first part for people."""
     table = Table(title=f"{_SEQUENCES} sequences in {_BLOCKS:,} blocks: steps a second, the median of {_PAIRS} pairs")
     for column in ("nobody looks", "looked at", "change", "least to most", "GetPool", "ListBlocks"):
         table.add_column(column, justify="right")
@@ -255,6 +255,10 @@ def show(watched: Watched, dumped: Dumped, console: Console) -> None:
         str(watched.dumps_read),
     )
     console.print(table)
+
+
+def show_dumped(dumped: Dumped, console: Console) -> None:
+    """Print the second part for people."""
     table = Table(title=f"the memory manager alone, {dumped.blocks:,} blocks: milliseconds between two steps")
     for column in ("", "median", "longest"):
         table.add_column(column, justify="right")
@@ -279,7 +283,11 @@ def main(as_json: bool, seconds: float, part: str, flags: Sequence[str]) -> None
         json.dump(parts, sys.stdout)
         print()
         return
-    show(watched, dumped, Console(width=None if sys.stdout.isatty() else 160))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if watched is not None:
+        show_watched(watched, console)
+    if dumped is not None:
+        show_dumped(dumped, console)
 
 
 if __name__ == "__main__":
