@@ -8,6 +8,7 @@ processor. Then the memory manager alone, with a million blocks and an executor 
 quiet and during dumps.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -238,7 +239,7 @@ def _gaps(times: Sequence[float]) -> list[float]:
     """Return the milliseconds between one step and the next."""
     if len(times) < 2:
         raise click.ClickException("the memory manager made no steps")
-    return [(later - earlier) * 1e3 for earlier, later in zip(times, times[1:], strict=False)]
+    return [(later - earlier) * 1e3 for earlier, later in itertools.pairwise(times)]
 
 
 def show_watched(watched: Watched, console: Console) -> None:

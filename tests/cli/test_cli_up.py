@@ -81,6 +81,12 @@ def ask_everything(running: Up, runtime_dir: Path) -> None:
     assert len(answer["token_ids"]) == answer["usage"]["completion_tokens"] == 24
     shown = kilburn("generate", "virtual memory", *stopping, "--server", running.gateway)
     assert shown.stdout == answer["text"] + "\n"
+    assert "score" in answer
+    beams = ("generate", "virtual memory", "--max-tokens", "8", "--ignore-eos", "--beams", "3", "--n", "2")
+    best, second = spoken(running, *beams)["answers"]
+    assert best["score"] > second["score"]
+    assert best["token_ids"] != second["token_ids"]
+    assert kilburn(*beams, "--server", running.gateway).stdout.startswith(f"1 (score {best['score']:.4f}): ")
     pool = spoken(running, "pool")
     assert pool["total_blocks"] == 64
     assert pool["free_blocks"] + pool["live_blocks"] + pool["cached_blocks"] == 64
