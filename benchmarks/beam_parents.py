@@ -2,9 +2,9 @@
 
     python -m benchmarks.beam_parents [--steps 256] [--out FILE] [--model DIRECTORY]
 
-`kilburn simulate --beams N` replays the file at the lengths of a trace (memmgr/simulate/parents.py), so that how much beams share is
-a real search's doing. Ends of sequence are suppressed: the trace says how long an output is, as in Kwon et al. (2023). In float32,
-because ties in bfloat16 choose beams by chance. Twenty prompts and widths 2, 4, 6 take some ten minutes on two cores.
+The simulator replays the file at the lengths of a trace (memmgr/simulate/beams.py), so that how much beams share is a real search's
+doing. Ends of sequence are suppressed: the trace says how long an output is, as in Kwon et al. (2023). In float32, because ties in
+bfloat16 choose beams by chance. Twenty prompts and widths 2, 4, 6 take some ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ class RecordingCache(DynamicCache):  # type: ignore[misc]  # transformers has no
 def parents(model: Any, tokenizer: Any, prompts: list[str], width: int, steps: int) -> list[str]:  # noqa: ANN401
     """Search some prompts at once. Returns for each the steps' parents, one digit a beam, with spaces between the steps."""
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    inputs = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-    )
+    inputs = tokenizer.apply_chat_template(chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True)
     cache = RecordingCache()
     model.generate(
         **inputs,
