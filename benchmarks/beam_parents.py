@@ -2,9 +2,9 @@
 
     python -m benchmarks.beam_parents [--steps 256] [--out FILE] [--model DIRECTORY]
 
-The simulator replays the file at the lengths of a trace (memmgr/simulate/beams.py), so that how much beams share is a real search's
-doing. Ends of sequence are suppressed: the trace says how long an output is, as in Kwon et al. (2023). In float32, because ties in
-bfloat16 choose beams by chance. Twenty prompts and widths 2, 4, 6 take some ten minutes on two cores.
+The simulator replays the file at the lengths of a trace (memmgr/simulate/beams.py), so that how much beams share is a real
+search's doing. Ends of sequence are suppressed: the trace says how long an output is, as in Kwon et al. (2023). In float32: ties
+in bfloat16 choose beams by chance. Twenty prompts and widths 2, 4, 6 take some ten minutes on two cores.
 """
 
 from __future__ import annotations
