@@ -63,7 +63,7 @@ def test_the_shares_sum_to_one_with_samples_too(samples: int, monkeypatch: pytes
 
 
 def test_samples_share_the_whole_blocks_of_their_prompt() -> None:
-    """Where nothing is short: of each request floor(p / size) blocks once, the rest for each sample; in its first step all once."""
+    """Where nothing is short: floor(p / size) blocks of each request once, the rest for each sample; in its first step all once."""
     source = random.Random(1)
     trace = [TraceRequest(source.randint(1, 30), source.randint(1, 10)) for _ in range(30)]
     physical = logical = 0
