@@ -7,14 +7,14 @@ where the prompt ends; beams go on from the beams that a recorded search of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 
-from memmgr.simulate import beams
+from memmgr.simulate.beams import recorded
 from memmgr.simulate.policies import Policy
 from memmgr.simulate.saturated import Setup, simulate
 from memmgr.simulate.synthetic import alpaca
@@ -25,11 +25,12 @@ _WIDTHS: Final = (2, 4, 6)
 #: Of each trace. Halves of so many differ by less than a percentage point.
 _REQUESTS: Final = 2000
 
-#: Beams in one step and one pool; see benchmarks.simulation.
-_NUM_BLOCKS: Final = 981
+#: As in benchmarks.simulation, but for the pool, which is never short: a request that was preempted comes back with its prompt
+#: shared and each output by itself, and what a beam search saves would be a matter of the pool.
 _BLOCK_SIZE: Final = 16
 _CONTEXT: Final = 2048
 _MAX_RUNNING: Final = 256
+_NUM_BLOCKS: Final = _MAX_RUNNING * _CONTEXT // _BLOCK_SIZE
 _MAX_STEP_TOKENS: Final = 2048
 
 #: What begins a bar of progress.
@@ -49,20 +50,21 @@ def savings(sharegpt: Sequence[TraceRequest], limit: int | None, begin: Begin) -
     """Measure samples and beams on lengths like Alpaca's, and on ShareGPT's."""
     count = min(_REQUESTS, limit or _REQUESTS)
     traces = {"Alpaca-like": list(alpaca(count)), "ShareGPT": list(islice(sharegpt, count))}
-    searches = beams.recorded()
+    searches = recorded()
+    setup = Setup(Policy.PAGED, _NUM_BLOCKS, _BLOCK_SIZE, _CONTEXT, _MAX_RUNNING, _MAX_STEP_TOKENS)
+    methods: dict[str, Callable[[int], Setup]] = {
+        "samples": lambda width: replace(setup, samples=width),
+        "beams": lambda width: replace(setup, searches=searches[width]),
+    }
     found: list[Saving] = []
-    for name, trace in traces.items():
-        saved = {}
-        for width in _WIDTHS:
-            setup = Setup(Policy.PAGED, _NUM_BLOCKS, _BLOCK_SIZE, _CONTEXT, _MAX_RUNNING, _MAX_STEP_TOKENS, samples=width)
-            saved[width] = simulate(setup, trace, begin(f"{name}, {width} samples", len(trace))).shared_saving
-        found.append(Saving(name, "samples", saved))
-    for name, trace in traces.items():
-        saved = {}
-        for width in _WIDTHS:
-            moved = begin(f"{name}, {width} beams", len(trace))
-            saved[width] = beams.replay(trace, searches[width], _BLOCK_SIZE, _CONTEXT, moved).saving
-        found.append(Saving(name, "beams", saved))
+    for method, of_width in methods.items():
+        for name, trace in traces.items():
+            saved = {}
+            for width in _WIDTHS:
+                report = simulate(of_width(width), trace, begin(f"{name}, {width} {method}", len(trace)))
+                assert report.preemptions == 0
+                saved[width] = report.shared_saving
+            found.append(Saving(name, method, saved))
     return found
 
 

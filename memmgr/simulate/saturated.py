@@ -13,8 +13,8 @@ the trace, when nobody waits any more, nothing is. In Kwon et al.'s terms (2023,
 
 Blocks need no contiguity: paged memory has no external fragmentation.
 
-Where a request has several samples, they share blocks, and copy what they write to. What that saves is Kwon et al.'s measure
-(section 6.3): blocks that are not there because of it, of those that there would be if no table shared any, over all steps.
+Where a request has several samples or beams, they share blocks, and copy what they write to. What that saves is measured as Kwon et
+al. do (section 6.3): blocks that are not there because of it, of those that there would be if no table shared any, over all steps.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from typing import Final, Protocol
 
 from memmgr.core.memory import MemoryCounters, Table
 from memmgr.core.prefix import root_hash
-from memmgr.schedule.plans import EndCode, Limits, RequestEnd, Sampled, Submission
+from memmgr.schedule.plans import EndCode, Limits, Plan, RequestEnd, Sampled, Submission
 from memmgr.schedule.requests import Sequence
 from memmgr.schedule.scheduler import ScheduleCounters, Scheduler
+from memmgr.simulate.beams import Parents, answers
 from memmgr.simulate.buddy import rounded
 from memmgr.simulate.policies import CountingMemory, Policy, ReservingMemory, reservation
 from memmgr.simulate.traces import MOONCAKE_BLOCK, TraceRequest
@@ -59,10 +60,17 @@ class Setup:
     max_step_tokens: int
     prefix_cache: bool = False
     samples: int = 1  # of each request, all as long as the trace says
+    searches: tuple[Parents, ...] = ()  # requests search with beams, as recorded here, in turn, instead of sampling
 
     def __post_init__(self) -> None:
-        shares = self.prefix_cache or self.samples > 1
+        assert self.samples == 1 or not self.searches
+        shares = self.prefix_cache or self.samples > 1 or self.searches
         assert not (shares and self.policy is not Policy.PAGED), "a contiguous run is nobody else's"
+
+    @property
+    def beams(self) -> int:
+        """Beams of each request's search; 0: there is none."""
+        return len(self.searches[0][0]) if self.searches else 0
 
     @property
     def slots(self) -> int:
@@ -283,7 +291,7 @@ class _Run:
             max_waste = max(max_waste, self._world.look_at_waste())
             held, unshared = self._world.look_at_sharing()
             physical, logical = physical + held, logical + unshared
-            scheduler.complete(plan.step, [_ANSWER] * len(plan.samples), float(steps))
+            scheduler.complete(plan.step, self._answers(plan), float(steps))
             self._hear()
             self._feed()
         assert not scheduler.waiting, "a request waits that could never run"
@@ -311,6 +319,11 @@ class _Run:
             shared_saving=1 - physical / logical if logical else 0.0,
         )
 
+    def _answers(self, plan: Plan) -> list[Sampled]:
+        if self._setup.searches:
+            return answers(plan, self._world.scheduler.running, self._setup.searches)
+        return [_ANSWER] * len(plan.samples)
+
     def _feed(self) -> None:
         """Fill the queue again."""
         scheduler = self._world.scheduler
@@ -332,6 +345,7 @@ class _Run:
                     outputs,
                     frozenset(),
                     samples=self._setup.samples,
+                    beam_width=self._setup.beams,
                     salt=self._salt(name),
                 ),
                 0.0,

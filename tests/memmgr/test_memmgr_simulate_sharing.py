@@ -11,9 +11,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from memmgr.core.memory import Memory, MemoryCounters
 from memmgr.simulate import saturated
-from memmgr.simulate.beams import Parents, Search, Sharing, parse, replay, steps_of
+from memmgr.simulate.beams import Parents, parents_at, parse
 from memmgr.simulate.policies import Policy
 from memmgr.simulate.saturated import Setup, simulate
 from memmgr.simulate.synthetic import ALPACA_OUTPUTS, ALPACA_PROMPTS, Lengths, alpaca
@@ -63,7 +62,7 @@ def test_the_shares_sum_to_one_with_samples_too(samples: int, monkeypatch: pytes
 
 
 def test_samples_share_the_whole_blocks_of_their_prompt() -> None:
-    """Where nothing is short: floor(p / size) blocks of each request once, the rest for each sample; in its first step all once."""
+    """Where nothing is short: floor(p / size) blocks of a request once, the rest for each sample; in its first step all once."""
     source = random.Random(1)
     trace = [TraceRequest(source.randint(1, 30), source.randint(1, 10)) for _ in range(30)]
     physical = logical = 0
@@ -95,82 +94,76 @@ def test_what_is_reserved_ahead_is_shared_with_nobody() -> None:
 # ---------------------------------------------------------------------------------------------------------- beams
 
 
-def test_two_beams_are_known_one_by_one() -> None:
-    """Blocks of four, a prompt of 3. The beams part at once; at the second step both go on from beam 1."""
-    memory = Memory(20, 4, prefix_cache=False, counters=MemoryCounters())
-    search, sharing = Search(memory, 3), Sharing()
-    search.look(sharing)
-    assert (sharing.physical, sharing.logical) == (1, 1)
-    search.choose((0, 0))
-    search.compute()
-    search.look(sharing)
-    assert (sharing.physical, sharing.logical) == (1 + 2, 1 + 2), "each cloned the block, or wrote in place"
-    search.choose((1, 1))
-    search.compute()
-    search.look(sharing)
-    assert (sharing.physical, sharing.logical) == (3 + 3, 3 + 4), "the full block of the one, shared, and a new one for each"
-    memory.check_invariants()
-    search.end()
-    assert memory.pool.free == 20
-
-
-STEPS = st.integers(2, 5).flatmap(
-    lambda width: st.lists(st.lists(st.integers(0, width - 1), min_size=width, max_size=width), min_size=1, max_size=25)
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(steps=STEPS, prompt=st.integers(1, 9), size=st.integers(1, 5))
-def test_blocks_are_as_many_as_there_are_different_pasts(steps: list[list[int]], prompt: int, size: int) -> None:
-    """Two beams share a block where they were one until it was full; a last block, just written to, is one beam's alone."""
-    memory = Memory(len(steps[0]) * (-(-40 // size) + 1), size, prefix_cache=False, counters=MemoryCounters())
-    search = Search(memory, prompt)
-    pasts: list[tuple[object, ...]] = [("prompt",) * prompt]
-    for number, parents in enumerate(steps):
-        chosen = parents if number else [0] * len(parents)
-        search.choose(chosen)
-        search.compute()
-        memory.check_invariants()
-        pasts = [(*pasts[parent], (number, lane)) for lane, parent in enumerate(chosen)]
-        sharing = Sharing()
-        search.look(sharing)
-        assert sharing.physical == len({past[:end] for past in pasts for end in (*range(size, len(past), size), len(past))})
-        assert sharing.logical == sum(-(-len(past) // size) for past in pasts)
-
-
-def test_an_output_longer_than_its_recording_begins_it_again_after_the_first_step() -> None:
-    parents: Parents = ((0, 0), (0, 1), (1, 1))
-    assert list(steps_of(parents, 6)) == [(0, 0), (0, 1), (1, 1), (0, 1), (1, 1), (0, 1)]
-    assert list(steps_of(parents, 1)) == [(0, 0)]
-    assert list(steps_of(parents, 0)) == []
-
-
 def naive_saving(trace: Sequence[TraceRequest], searches: Sequence[Parents], size: int) -> float:
+    """Two beams share a block where they were one until it was full; a last block, just written to, is one beam's alone."""
     physical = logical = 0
     for number, request in enumerate(trace):
-        pasts: list[tuple[object, ...]] = [("prompt",) * request.prompt_tokens]
-        for step, parents in enumerate([(), *steps_of(searches[number % len(searches)], request.output_tokens - 1)]):
+        parents = searches[number % len(searches)]
+        pasts: list[tuple[object, ...]] = [("prompt",) * request.prompt_tokens] * len(parents[0])
+        for step in range(request.output_tokens):
             if step:
-                pasts = [(*pasts[parent], (step, lane)) for lane, parent in enumerate(parents)]
+                chosen = parents_at(parents, step - 1)
+                pasts = [(*pasts[parent], (step, beam)) for beam, parent in enumerate(chosen)]
             physical += len({past[:end] for past in pasts for end in (*range(size, len(past), size), len(past))})
             logical += sum(-(-len(past) // size) for past in pasts)
     return 1 - physical / logical
 
 
-def test_a_trace_is_replayed_with_the_searches_in_turn() -> None:
+def test_two_beams_are_known_step_by_step() -> None:
+    """Blocks of four, a prompt of 3. The beams part at once; then both go on from the second."""
+    setup = Setup(Policy.PAGED, 20, 4, 40, 8, 64, searches=(((0, 0), (1, 1)),))
+    report = simulate(setup, [TraceRequest(3, 3)])
+    # the prompt, held by both; each its own block; the full block of the one, shared, and a new one for each
+    assert report.shared_saving == pytest.approx(1 - (1 + 2 + 3) / (2 + 2 + 4))
+    assert (report.requests, report.steps, report.max_waste_tokens) == (1, 3, 3)
+
+
+@st.composite
+def searches(draw: st.DrawFn) -> tuple[Parents, ...]:
+    width = draw(st.integers(2, 4))
+    steps = st.lists(st.tuples(*[st.integers(0, width - 1)] * width), min_size=1, max_size=12)
+    return tuple(((0,) * width, *draw(steps)) for _ in range(draw(st.integers(1, 3))))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    searches=searches(),
+    trace=st.lists(st.builds(TraceRequest, st.integers(1, 9), st.integers(1, 16)), min_size=1, max_size=6),
+    size=st.integers(1, 5),
+)
+def test_blocks_are_as_many_as_there_are_different_pasts(
+    searches: tuple[Parents, ...], trace: list[TraceRequest], size: int
+) -> None:
+    report = simulate(Setup(Policy.PAGED, 1000, size, 64, 64, 256, searches=searches), trace)
+    assert (report.requests, report.preemptions) == (len(trace), 0)
+    assert report.shared_saving == pytest.approx(naive_saving(trace, searches, size))
+    assert report.max_waste_tokens < size
+
+
+def test_beams_come_to_their_end_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    def feed(run: saturated._Run) -> None:
+        run._world.scheduler.check_invariants()
+        original(run)
+
+    original = saturated._Run._feed
+    monkeypatch.setattr(saturated._Run, "_feed", feed)
     source = random.Random(3)
-    searches = [((0, 0, 0), *(tuple(source.randrange(3) for _ in range(3)) for _ in range(9))) for _ in range(2)]
-    trace = [TraceRequest(source.randint(1, 12), source.randint(1, 25)) for _ in range(12)]
-    done: list[int] = []
-    sharing = replay([*trace, TraceRequest(64, 1)], searches, 4, 64, done.append)
-    assert (sharing.requests, sharing.refused, done[-1]) == (12, 1, 13)
-    assert sharing.steps == sum(request.output_tokens for request in trace)
-    assert sharing.saving == pytest.approx(naive_saving(trace, searches, 4))
-    assert 0 < sharing.saving < 2 / 3
+    recording = ((0, 0, 0), *(tuple(source.randrange(3) for _ in range(3)) for _ in range(9)))
+    trace = [TraceRequest(source.randint(1, 12), source.randint(1, 25)) for _ in range(25)]
+    setup = Setup(Policy.PAGED, 30, 4, 40, 64, 256, searches=(recording,))
+    report = simulate(setup, trace)
+    assert report.requests == 25
+    assert report.preemptions > 0
+    shares = (report.utilization, report.reserved, report.internal_fragmentation, report.external_fragmentation, report.free)
+    assert sum(shares) == pytest.approx(1)
+    assert all(share >= 0 for share in shares)
+    assert 0 < report.shared_saving < 2 / 3
+    assert report == simulate(setup, trace), "the same trace, the same numbers"
 
 
-def test_an_output_ends_with_the_context() -> None:
-    assert replay([TraceRequest(10, 100)], [((0, 0), (0, 1))], 4, 16).steps == 6
+def test_an_output_longer_than_its_recording_begins_it_again_after_the_first_step() -> None:
+    parents: Parents = ((0, 0), (0, 1), (1, 1))
+    assert [parents_at(parents, step) for step in range(6)] == [(0, 0), (0, 1), (1, 1), (0, 1), (1, 1), (0, 1)]
 
 
 def test_a_recording_is_read_and_a_wrong_one_is_a_bug() -> None:
