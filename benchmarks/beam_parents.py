@@ -1,6 +1,6 @@
 """Which beam each beam goes on from, at every step of transformers' beam search on the default model: written to a file.
 
-    python -m benchmarks.beam_parents [--steps 256] [--out FILE] [--model DIRECTORY]
+    python -m benchmarks.beam_parents [--steps 255] [--out FILE] [--model DIRECTORY]
 
 The simulator replays the file at the lengths of a trace (memmgr/simulate/beams.py), so that how much beams share is a real
 search's doing. Ends of sequence are suppressed: the trace says how long an output is, as in Kwon et al. (2023). In float32: ties
@@ -78,20 +78,20 @@ def parents(model: Any, tokenizer: Any, prompts: list[str], width: int, steps: i
         num_beams=width,
         do_sample=False,
         early_stopping=False,
-        min_new_tokens=steps,
-        max_new_tokens=steps,
+        min_new_tokens=steps + 1,  # at the last step nobody runs on, and what is noted means nothing
+        max_new_tokens=steps + 1,
     )
     found = []
     for number in range(len(prompts)):
         own = range(number * width, (number + 1) * width)
-        rows = [[step[row] for row in own] for step in cache.steps]
+        rows = [[step[row] for row in own] for step in cache.steps[:steps]]
         assert all(parent in own for row in rows for parent in row), "a beam of another prompt"
         found.append(" ".join("".join(str(parent - own.start) for parent in row) for row in rows))
     return found
 
 
 @click.command(help=__doc__)
-@click.option("--steps", type=click.IntRange(2, 4096), default=256, show_default=True, help="Tokens of each output.")
+@click.option("--steps", type=click.IntRange(2, 4096), default=255, show_default=True, help="Of each search.")
 @click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Else the default model.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=_OUT, help="Else where it is read from.")
 def main(steps: int, model: Path | None, out: Path) -> None:
@@ -100,6 +100,8 @@ def main(steps: int, model: Path | None, out: Path) -> None:
     if not folder.is_dir():
         raise click.ClickException(f"{folder} is not there; `kilburn fetch` brings the default model")
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # masked, so any token will do
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     recorded: dict[str, list[str]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -2,7 +2,7 @@
 
 The parents were recorded on the default model (benchmarks/beam_parents.py): for each step, for each of the W beams, the best
 first, the one of the step before that it continues. A beam is offered as many tokens as it has children, so W in all, and the
-scheduler's own search (schedule/beams.py) can only take them. A token says which of the W beams it ends: the next step asks for it.
+scheduler's own search (schedule/beams.py) can only take them. A token says which of the W beams it ends, for the next step.
 
 An output that is longer than its recording begins the recording again after its first step, in which all beams leave the prompt:
 that happens once.

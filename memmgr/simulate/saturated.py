@@ -13,8 +13,9 @@ the trace, when nobody waits any more, nothing is. In Kwon et al.'s terms (2023,
 
 Blocks need no contiguity: paged memory has no external fragmentation.
 
-Where a request has several samples or beams, they share blocks, and copy what they write to. What that saves is measured as Kwon et
-al. do (section 6.3): blocks that are not there because of it, of those that there would be if no table shared any, over all steps.
+Where a request has several samples or beams, they share blocks, and copy what they write to. What that saves is measured as Kwon
+et al. do (section 6.3): blocks that are not there because of it, of those that there would be if no table shared any, over all
+steps.
 """
 
 from __future__ import annotations
