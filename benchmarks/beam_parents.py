@@ -1,10 +1,10 @@
 """Which beam each beam goes on from, at every step of transformers' beam search on the default model: written to a file.
 
-    python -m benchmarks.beam_parents [--steps 255] [--out FILE] [--model DIRECTORY]
+    python -m benchmarks.beam_parents [--steps 160] [--out FILE] [--model DIRECTORY]
 
 The simulator replays the file at the lengths of a trace (memmgr/simulate/beams.py), so that how much beams share is a real
 search's doing. Ends of sequence are suppressed: the trace says how long an output is, as in Kwon et al. (2023). In float32: ties
-in bfloat16 choose beams by chance. Twenty prompts and widths 2, 4, 6 take some ten minutes on two cores.
+in bfloat16 choose beams by chance. Ten prompts and widths 2, 4, 6 take six minutes of one core.
 """
 
 from __future__ import annotations
@@ -28,28 +28,18 @@ _OUT: Final = Path(memmgr.simulate.__file__).with_name("beam_parents.json")
 _WIDTHS: Final = (2, 4, 6)
 
 #: Prompts that are searched at once. Rows of one prompt do not see those of another.
-_BATCH: Final = 10
+_BATCH: Final = 5
 
 PROMPTS: Final = (
     "Explain why the sky is blue to a child.",
     "Write a short story about a lighthouse keeper who finds a letter.",
-    "List five ways to save water at home.",
-    "What is the difference between a virus and a bacterium?",
     "Translate into French: I would like a cup of tea, please.",
     "Give me a recipe for a simple vegetable soup.",
-    "Summarize how a bill becomes a law.",
     "Write a Python function that reverses a linked list.",
-    "Describe the life of a medieval blacksmith.",
-    "Suggest a name for a bakery and say why it fits.",
     "How does a refrigerator keep food cold?",
     "Compose a polite email that asks for a meeting next week.",
-    "What were the causes of the First World War?",
-    "Give three arguments for and three against a four-day working week.",
-    "Tell me about the planet Saturn.",
     "Rewrite this sentence in the passive voice: The committee approved the plan.",
     "Plan a weekend in Lisbon for two people who like music.",
-    "Explain recursion, and show an example.",
-    "Which exercises strengthen the back without any equipment?",
     "Write a poem about the first snow of the year.",
 )
 
@@ -91,7 +81,7 @@ def parents(model: Any, tokenizer: Any, prompts: list[str], width: int, steps: i
 
 
 @click.command(help=__doc__)
-@click.option("--steps", type=click.IntRange(2, 4096), default=255, show_default=True, help="Of each search.")
+@click.option("--steps", type=click.IntRange(2, 4096), default=160, show_default=True, help="Of each search.")
 @click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Else the default model.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=_OUT, help="Else where it is read from.")
 def main(steps: int, model: Path | None, out: Path) -> None:
