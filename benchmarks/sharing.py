@@ -23,7 +23,7 @@ from memmgr.simulate.traces import TraceRequest
 _WIDTHS: Final = (2, 4, 6)
 
 #: Of each trace. Halves of so many differ by less than a percentage point.
-_REQUESTS: Final = 2000
+_REQUESTS: Final = 1000
 
 #: As in benchmarks.simulation, but for the pool, which is never short: a request that was preempted comes back with its prompt
 #: shared and each output by itself, and what a beam search saves would be a matter of the pool.
