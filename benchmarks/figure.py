@@ -20,7 +20,7 @@ PARTS: Final = (
 )
 
 #: A number is written into its part from this share on: below, there is no room for it.
-_LEAST_LABELLED: Final = 0.03
+_LEAST_LABELLED: Final = 0.05
 
 _WIDTH: Final = 760
 _HEIGHT: Final = 460

@@ -192,7 +192,7 @@ def picture(reports: Sequence[Report]) -> str:
     for report in reports:
         wasted = (report.reserved, report.internal_fragmentation, report.external_fragmentation)
         shares = (report.utilization, *wasted, report.free)
-        bars.append(Bar(report.policy, f"{report.mean_running:.1f} requests at once", shares))
+        bars.append(Bar(report.policy, f"{report.mean_running:.1f} at once", shares))
     return stacked_bars(bars, f"ShareGPT's lengths in {_NUM_BLOCKS * _BLOCK_SIZE:,} slots of KV cache", "share of slots, %")
 
 
