@@ -22,11 +22,11 @@ from memmgr.simulate.traces import TraceRequest
 
 _WIDTHS: Final = (2, 4, 6)
 
-#: Of each trace. The first two thousand save as much as the first thousand, within half a percentage point.
+#: Of each trace. The first two thousand save as much as the first thousand, within a percentage point.
 _REQUESTS: Final = 1000
 
-#: As in benchmarks.simulation, but for the pool, which is never short: a request that was preempted comes back with its prompt shared
-#: and its outputs each by itself, and what a beam search saves would be a matter of the pool.
+#: As in benchmarks.simulation, but for the pool, which is never short: a request that was preempted comes back with its prompt
+#: shared and its outputs each by itself, and what a beam search saves would be a matter of the pool.
 _BLOCK_SIZE: Final = 16
 _CONTEXT: Final = 2048
 _MAX_RUNNING: Final = 256
