@@ -9,7 +9,7 @@ sharing       Blocks that 2, 4 and 6 samples and beams of each prompt save, at l
 prefixes      Mooncake's prompts one by one: the share of their blocks that caches of several sizes find, evicting by recency (the
               core's order) and by other orders, beside what no order could beat and what a cache finds that never forgets.
 
-All of it takes about ten minutes on one core; --limit takes the first of each trace, and the means get rougher.
+All of it takes about twelve minutes on one quiet core; --limit takes the first of each trace, and the means get rougher.
 """
 
 from __future__ import annotations
@@ -209,6 +209,8 @@ def main(data: Path, as_json: bool, svg: Path | None, limit: int | None, parts: 
     wanted = parts or _PARTS
     if svg is not None and _POLICIES_PART not in wanted:
         raise click.UsageError(f"--svg draws the policies: it needs --only {_POLICIES_PART}")
+    if svg is not None and not svg.parent.is_dir():
+        raise click.UsageError(f"--svg: there is no folder {svg.parent}")
     results = Results()
     try:
         lengths = list(islice(read_trace(data / _LENGTHS), limit)) if set(wanted) - {_PREFIXES_PART} else []

@@ -216,6 +216,7 @@ def test_a_part_of_the_benchmark_needs_only_its_trace(tmp_path: Path, pairs: str
     done = run.invoke(simulation.main, [*words, "--only", "block-sizes", "--svg", str(tmp_path / "picture.svg")])
     assert done.exit_code == 2
     assert "--only policies" in done.output
+    assert run.invoke(simulation.main, [*words, "--svg", str(tmp_path / "none" / "picture.svg")]).exit_code == 2
     assert run.invoke(simulation.main, words).exit_code == 1, "the other traces are not there"
 
 
