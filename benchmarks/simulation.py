@@ -9,7 +9,7 @@ sharing       Blocks that 2, 4 and 6 samples and beams of each prompt save, at l
 prefixes      Mooncake's prompts one by one: the share of their blocks that caches of several sizes find, evicting by recency (the
               core's order) and by other orders, beside what no order could beat and what a cache finds that never forgets.
 
-All of it takes about twelve minutes on one quiet core; --limit takes the first of each trace, and the means get rougher.
+All of it takes some fifteen minutes on one core; --limit takes the first of each trace, and the means get rougher.
 """
 
 from __future__ import annotations
