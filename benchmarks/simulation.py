@@ -1,33 +1,35 @@
-"""What paging is worth, from published traces, with no model: the four policies, the block sizes, the prefixes found again.
+"""What paging is worth, from published traces, with no model: the four policies, block sizes, sharing, prefixes found again.
 
-    python -m benchmarks.simulation --data FOLDER [--json] [--svg FILE] [--limit REQUESTS]
+    python -m benchmarks.simulation --data FOLDER [--json] [--svg FILE] [--limit REQUESTS] [--only PART ...]
 
-1. ShareGPT's lengths in 15,700 slots, as in Figure 2 of Kwon et al. (2023): what the slots were good for under each policy, and
-   how many requests ran at once.
-2. The same lengths, paged, in blocks of 1 to 256 tokens: slots wasted, against entries of the block tables.
-3. Mooncake's prompts one by one: the share of their blocks that caches of several sizes find, evicting by recency (the core's
-   order) and by other orders, beside what no order could beat and what a cache finds that never forgets.
+policies      ShareGPT's lengths in 15,700 slots, as in Figure 2 of Kwon et al. (2023): what the slots were good for under each
+              policy, and how many requests ran at once. `--svg` draws them. Paged, no sequence may hold a whole block unused.
+block-sizes   The same lengths, paged, in blocks of 1 to 256 tokens: slots wasted, against entries of the block tables.
+sharing       Blocks that 2, 4 and 6 samples and beams of each prompt save, at lengths like Alpaca's and at ShareGPT's.
+prefixes      Mooncake's prompts one by one: the share of their blocks that caches of several sizes find, evicting by recency (the
+              core's order) and by other orders, beside what no order could beat and what a cache finds that never forgets.
 
-All requests take about five minutes on one core; --limit takes the first of each trace, and the means get rougher.
+All of it takes some fifteen minutes on one core; --limit takes the first of each trace, and the means get rougher.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Final
 
 import click
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from cli.simulated import show_reports
+from benchmarks import sharing
+from benchmarks.figure import Bar, stacked_bars
+from benchmarks.sharing import Begin, Saving
+from cli.simulated import progress, show_reports
 from memmgr.core.memory import Memory
 from memmgr.simulate.eviction import BriefFrequencyMemory, FrequencyMemory, bound, unbounded
 from memmgr.simulate.policies import Policy
@@ -36,6 +38,12 @@ from memmgr.simulate.saturated import Report, Setup, simulate
 from memmgr.simulate.traces import MOONCAKE_BLOCK, TraceError, TraceRequest, read_trace
 
 _LENGTHS: Final = "sharegpt_lengths.csv.gz"
+_POLICIES_PART: Final = "policies"
+_SIZES_PART: Final = "block-sizes"
+_SHARING_PART: Final = "sharing"
+_PREFIXES_PART: Final = "prefixes"
+_PARTS: Final = (_POLICIES_PART, _SIZES_PART, _SHARING_PART, _PREFIXES_PART)
+
 _PREFIXES: Final = ("mooncake_conversation.jsonl.gz", "mooncake_synthetic.jsonl.gz")
 
 #: Of Kwon et al.: 15,700 slots, OPT's context.
@@ -80,38 +88,53 @@ class HitRates:
     unbounded: float
 
 
-def _mover(progress: Progress, name: str, total: int) -> Callable[[int], None]:
-    task = progress.add_task(name, total=total)
-    return lambda done: progress.update(task, completed=done)
+@dataclass(slots=True)
+class Results:
+    """What was measured; empty where it was not asked for."""
+
+    policies: list[Report] = field(default_factory=list)
+    block_sizes: list[BlockSize] = field(default_factory=list)
+    sharing: list[Saving] = field(default_factory=list)
+    hit_rates: list[HitRates] = field(default_factory=list)
+
+    def as_plain(self) -> dict[str, object]:
+        """Return them as the object that programs read."""
+        whole: dict[str, list[object]] = {
+            "policies": list(self.policies),
+            "block_sizes": list(self.block_sizes),
+            "sharing": list(self.sharing),
+            "hit_rates": list(self.hit_rates),
+        }
+        return {name: [asdict(one) for one in found] for name, found in whole.items() if found}  # type: ignore[call-overload]
 
 
-def policies(trace: Sequence[TraceRequest], progress: Progress) -> list[Report]:
+def policies(trace: Sequence[TraceRequest], begin: Begin) -> list[Report]:
     """Run the lengths under each policy."""
     reports = []
     for policy in Policy:
         setup = Setup(policy, _NUM_BLOCKS, _BLOCK_SIZE, _CONTEXT, _MAX_RUNNING, _MAX_STEP_TOKENS)
-        reports.append(simulate(setup, trace, _mover(progress, policy, len(trace))))
+        reports.append(simulate(setup, trace, begin(policy, len(trace))))
     return reports
 
 
-def block_sizes(trace: Sequence[TraceRequest], progress: Progress) -> list[BlockSize]:
+def block_sizes(trace: Sequence[TraceRequest], begin: Begin) -> list[BlockSize]:
     """Run the lengths, paged, in blocks of each size."""
     points = []
     for size in _BLOCK_SIZES:
         setup = Setup(Policy.PAGED, _NUM_BLOCKS * _BLOCK_SIZE // size, size, _CONTEXT, _MAX_RUNNING, _MAX_STEP_TOKENS)
-        report = simulate(setup, trace, _mover(progress, f"blocks of {size}", len(trace)))
+        report = simulate(setup, trace, begin(f"blocks of {size}", len(trace)))
         entries = (1 - report.free) * setup.num_blocks / max(report.mean_running, 1e-9)
         wasted = report.reserved + report.internal_fragmentation
         points.append(BlockSize(size, wasted, report.free, report.mean_running, entries, entries * _ENTRY_BYTES))
     return points
 
 
-def hit_rates(name: str, prompts: Sequence[Prompt], progress: Progress) -> list[HitRates]:
+def hit_rates(name: str, prompts: Sequence[Prompt], begin: Begin) -> list[HitRates]:
     """Run one trace's prompts through caches of each size, by each order."""
     size = MOONCAKE_BLOCK // granule(MOONCAKE_BLOCK)
     whole = unbounded(prompts, size).rate
     points = []
-    task = progress.add_task(name, total=len(_CACHE_SIZES) * len(_ORDERS))
+    moved, done = begin(name, len(_CACHE_SIZES) * len(_ORDERS)), 0
     for num_blocks in _CACHE_SIZES:
         rates = {}
         for order, kind in _ORDERS.items():
@@ -119,28 +142,58 @@ def hit_rates(name: str, prompts: Sequence[Prompt], progress: Progress) -> list[
             for prompt in prompts:
                 runner.run(prompt)
             rates[order] = runner.hits.rate
-            progress.advance(task)
+            done += 1
+            moved(done)
         points.append(HitRates(name, num_blocks, rates, bound(prompts, size, num_blocks).rate, whole))
     return points
 
 
-def show(reports: Sequence[Report], sizes: Sequence[BlockSize], rates: Sequence[HitRates], console: Console) -> None:
-    """Print the three tables."""
-    show_reports(reports, f"ShareGPT's lengths in {_NUM_BLOCKS} blocks of {_BLOCK_SIZE}, context {_CONTEXT:,}", console)
-    table = Table(title="\npaged, by block size", title_justify="left", show_edge=False, pad_edge=False)
-    for column in ("tokens a block", "unused in held blocks", "free", "running", "table entries", "bytes"):
-        table.add_column(column, justify="right")
-    for size in sizes:
-        shares = (f"{size.wasted:.2%}", f"{size.free:.2%}", f"{size.mean_running:.1f}")
-        table.add_row(str(size.block_size), *shares, f"{size.table_entries:.1f}", f"{size.table_bytes:.0f}")
-    console.print(table)
-    table = Table(title="\nblocks of prompts found, one by one", title_justify="left", show_edge=False, pad_edge=False)
-    for column in ("trace", "blocks", *_ORDERS, "no order beats", "never forgetting"):
-        table.add_column(column, justify="left" if column == "trace" else "right")
-    for rate in rates:
-        found = (*rate.orders.values(), rate.bound, rate.unbounded)
-        table.add_row(rate.trace.split(".")[0], f"{rate.num_blocks:,}", *(f"{one:.1%}" for one in found))
-    console.print(table)
+def running_table(reports: Sequence[Report]) -> Table:
+    """Return how many requests ran at once under each policy, and how many times as many under the first."""
+    first = reports[0]
+    table = Table(title="\nrequests at once", title_justify="left", show_edge=False, pad_edge=False)
+    for column in ("policy", "running", f"{first.policy} runs"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for report in reports:
+        table.add_row(report.policy, f"{report.mean_running:.1f}", f"{first.mean_running / max(report.mean_running, 1e-9):.2f} x")
+    return table
+
+
+def show(results: Results, console: Console) -> None:
+    """Print the tables of what there is."""
+    if results.policies:
+        title = f"ShareGPT's lengths in {_NUM_BLOCKS} blocks of {_BLOCK_SIZE}, context {_CONTEXT:,}"
+        show_reports(results.policies, title, console)
+        console.print(running_table(results.policies))
+        console.print(f"\npaged, no sequence ever held more than {results.policies[0].max_waste_tokens} slots unused")
+    if results.block_sizes:
+        table = Table(title="\npaged, by block size", title_justify="left", show_edge=False, pad_edge=False)
+        for column in ("tokens a block", "unused in held blocks", "free", "running", "table entries", "bytes"):
+            table.add_column(column, justify="right")
+        for size in results.block_sizes:
+            shares = (f"{size.wasted:.2%}", f"{size.free:.2%}", f"{size.mean_running:.1f}")
+            table.add_row(str(size.block_size), *shares, f"{size.table_entries:.1f}", f"{size.table_bytes:.0f}")
+        console.print(table)
+    if results.sharing:
+        sharing.show(results.sharing, console)
+    if results.hit_rates:
+        table = Table(title="\nblocks of prompts found, one by one", title_justify="left", show_edge=False, pad_edge=False)
+        for column in ("trace", "blocks", *_ORDERS, "no order beats", "never forgetting"):
+            table.add_column(column, justify="left" if column == "trace" else "right")
+        for rate in results.hit_rates:
+            found = (*rate.orders.values(), rate.bound, rate.unbounded)
+            table.add_row(rate.trace.split(".")[0], f"{rate.num_blocks:,}", *(f"{one:.1%}" for one in found))
+        console.print(table)
+
+
+def picture(reports: Sequence[Report]) -> str:
+    """Return the policies' shares as a bar chart."""
+    bars = []
+    for report in reports:
+        wasted = (report.reserved, report.internal_fragmentation, report.external_fragmentation)
+        shares = (report.utilization, *wasted, report.free)
+        bars.append(Bar(report.policy, f"{report.mean_running:.1f} at once", shares))
+    return stacked_bars(bars, f"ShareGPT's lengths in {_NUM_BLOCKS * _BLOCK_SIZE:,} slots of KV cache", "share of slots, %")
 
 
 @click.command(help=__doc__)
@@ -148,34 +201,40 @@ def show(reports: Sequence[Report], sizes: Sequence[BlockSize], rates: Sequence[
     "--data", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True, help="Where the traces lie."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one object instead of tables.")
-@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write the tables and bars as a picture, too.")
+@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the policies' shares into this file, too.")
 @click.option("--limit", type=click.IntRange(1), help="Only so many requests of each trace.")
-def main(data: Path, as_json: bool, svg: Path | None, limit: int | None) -> None:
+@click.option("--only", "parts", type=click.Choice(_PARTS), multiple=True, help="This part; may be repeated. Else all.")
+def main(data: Path, as_json: bool, svg: Path | None, limit: int | None, parts: tuple[str, ...]) -> None:
     """See the module."""
+    wanted = parts or _PARTS
+    if svg is not None and _POLICIES_PART not in wanted:
+        raise click.UsageError(f"--svg draws the policies: it needs --only {_POLICIES_PART}")
+    if svg is not None and not svg.parent.is_dir():
+        raise click.UsageError(f"--svg: there is no folder {svg.parent}")
+    results = Results()
     try:
-        lengths = list(islice(read_trace(data / _LENGTHS), limit))
-        prompts = {name: list(prompts_of(islice(read_trace(data / name), limit), MOONCAKE_BLOCK)) for name in _PREFIXES}
+        lengths = list(islice(read_trace(data / _LENGTHS), limit)) if set(wanted) - {_PREFIXES_PART} else []
+        names = _PREFIXES if _PREFIXES_PART in wanted else ()
+        prompts = {name: list(prompts_of(islice(read_trace(data / name), limit), MOONCAKE_BLOCK)) for name in names}
     except TraceError as error:
         raise click.ClickException(str(error)) from error
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        rates = [rate for name, asked in prompts.items() for rate in hit_rates(name, asked, progress)]
-        reports = policies(lengths, progress)
-        sizes = block_sizes(lengths, progress)
+    with progress() as begin:
+        if _POLICIES_PART in wanted:
+            results.policies = policies(lengths, begin)
+        if _SIZES_PART in wanted:
+            results.block_sizes = block_sizes(lengths, begin)
+        if _SHARING_PART in wanted:
+            results.sharing = sharing.savings(lengths, limit, begin)
+        results.hit_rates = [rate for name, asked in prompts.items() for rate in hit_rates(name, asked, begin)]
     if as_json:
-        plain = {
-            "policies": [asdict(report) for report in reports],
-            "block_sizes": [asdict(size) for size in sizes],
-            "hit_rates": [asdict(rate) for rate in rates],
-        }
-        json.dump(plain, sys.stdout)
+        json.dump(results.as_plain(), sys.stdout)
         print()
     else:
-        show(reports, sizes, rates, Console(width=None if sys.stdout.isatty() else 160, highlight=False))
+        show(results, Console(width=None if sys.stdout.isatty() else 160, highlight=False))
     if svg is not None:
-        with Path(os.devnull).open("w") as nowhere:
-            picture = Console(width=150, record=True, file=nowhere, force_terminal=True, highlight=False)
-            show(reports, sizes, rates, picture)
-            picture.save_svg(str(svg), title="kilburn: memory under four policies")
+        svg.write_text(picture(results.policies), encoding="utf-8")
+    if results.policies and results.policies[0].max_waste_tokens >= _BLOCK_SIZE:
+        raise click.ClickException("a sequence held a whole block unused")
 
 
 if __name__ == "__main__":

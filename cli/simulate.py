@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from kilburn.errors import StartError
-from kilburn.limits import MAX_BLOCK_SIZE
+from kilburn.limits import MAX_BLOCK_SIZE, MAX_SAMPLES
 
 if TYPE_CHECKING:
+    from memmgr.simulate.beams import Parents
     from memmgr.simulate.saturated import Report
     from memmgr.simulate.traces import TraceRequest
 
@@ -45,6 +46,8 @@ _MAX_COUNT: Final = 2**31 - 1
 )
 @click.option("--max-running", type=click.IntRange(1, 65536), default=256, show_default=True, help="Sequences in a step.")
 @click.option("--max-step-tokens", type=click.IntRange(1, _MAX_COUNT), default=2048, show_default=True, help="Budget of a step.")
+@click.option("--samples", type=click.IntRange(1, MAX_SAMPLES), default=1, show_default=True, help="Outputs of each request.")
+@click.option("--beams", type=click.IntRange(1, MAX_SAMPLES), default=1, show_default=True, help="Width of a search; 1: none.")
 @click.option("--prefix-cache/--no-prefix-cache", default=False, show_default=True, help="Share the blocks of equal prefixes.")
 @click.option(
     "--one-by-one/--saturated",
@@ -64,6 +67,8 @@ def simulate(
     max_model_len: int | None,
     max_running: int,
     max_step_tokens: int,
+    samples: int,
+    beams: int,
     prefix_cache: bool,
     one_by_one: bool | None,
     limit: int | None,
@@ -82,8 +87,18 @@ def simulate(
         )
     if prefix_cache and policy != "paged":
         raise StartError(f"--prefix-cache goes with --policy paged: nothing is shared under --policy {policy}")
+    for flag, width in ("--samples", samples), ("--beams", beams):
+        if width > 1 and policy != "paged":
+            raise StartError(f"{flag} goes with --policy paged: nothing is shared under --policy {policy}")
+        if width > max_running:
+            raise StartError(f"{flag} {width} is more than --max-running {max_running}: those of a request run together")
+        if width > 1 and one_by_one:
+            raise StartError(f"--one-by-one is about prompts alone: it does not go with {flag}")
+    if samples > 1 and beams > 1:
+        raise StartError("--samples or --beams, not both")
     if one_by_one and not prefix_cache:
         raise StartError("--one-by-one shows what a cache finds again: it needs --prefix-cache")
+    searches = _searches(beams)
     from cli.simulated import progress, show_reports
     from memmgr.simulate.policies import Policy
     from memmgr.simulate.prefixes import simulate_one_by_one
@@ -98,7 +113,7 @@ def simulate(
             raise StartError(f"{trace}: the trace has no prefixes; --one-by-one needs them")
         size = block_size or (MOONCAKE_BLOCK if seen.has_prefixes else _BLOCK_SIZE)
         context = min(max_model_len or seen.longest, num_blocks * size)
-        alone = prefix_cache and seen.has_prefixes if one_by_one is None else one_by_one
+        alone = prefix_cache and seen.has_prefixes and samples == beams == 1 if one_by_one is None else one_by_one
         reports: list[Report] = []
         with progress() as begin:
             for name in _POLICIES if policy == _ALL else (policy,):
@@ -106,7 +121,9 @@ def simulate(
                 if alone:
                     reports.append(simulate_one_by_one(num_blocks, size, source(), advance))
                     continue
-                setup = Setup(Policy(name), num_blocks, size, context, max_running, max_step_tokens, prefix_cache)
+                setup = Setup(
+                    Policy(name), num_blocks, size, context, max_running, max_step_tokens, prefix_cache, samples, searches
+                )
                 try:
                     reports.append(run(setup, source(), advance))
                 except NeverFitsError as error:
@@ -122,6 +139,9 @@ def simulate(
             click.echo(f"{report.policy}: {report.refused:,} requests are longer than context or pool, left out", err=True)
     if as_json:
         plain = [as_plain(report) for report in reports]
+        if samples == beams == 1:
+            for one in plain:
+                del one["shared_saving"]
         json.dump({"policies": plain} if policy == _ALL else plain[0], sys.stdout)
         click.echo()
         return
@@ -141,6 +161,18 @@ def as_plain(report: Report) -> dict[str, object]:
     plain = asdict(report)
     del plain["refused"]
     return plain
+
+
+def _searches(width: int) -> tuple[Parents, ...]:
+    """Return the recorded beam searches of a width; none for 1."""
+    from memmgr.simulate.beams import recorded
+
+    if width == 1:
+        return ()
+    known = recorded()
+    if width not in known:
+        raise StartError(f"--beams {width}: searches were recorded with {', '.join(map(str, sorted(known)))} beams")
+    return known[width]
 
 
 def _source(trace: Path, limit: int | None, seed: int | None) -> Callable[[], Iterable[TraceRequest]]:

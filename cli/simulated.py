@@ -54,6 +54,8 @@ def show_reports(reports: Sequence[Report], title: str, console: Console | None 
     first, *others = reports
     if first.block_hit_rate or first.evictions:
         console.print(f"\n{first.block_hit_rate:.1%} of the prompts' blocks were found; {first.evictions:,} blocks were evicted")
+    if first.shared_saving:
+        console.print(f"\nsharing saves {first.shared_saving:.1%} of the blocks that there would be if each sequence had its own")
     for report in reports:
         if not report.mean_running:
             console.print(f"\n{report.policy}: no request ever waited; the shares are means over the steps in which one does")

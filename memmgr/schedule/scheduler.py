@@ -135,7 +135,8 @@ class Scheduler:
     @property
     def waiting(self) -> list[Request]:
         """Requests in the queue, by rank, with those who wait for another's prefix."""
-        return sorted((*self._waiting, *self._forming.waiting), key=_rank)
+        followers = self._forming.waiting
+        return sorted((*self._waiting, *followers), key=_rank) if followers else list(self._waiting)
 
     @property
     def closing_slots(self) -> frozenset[int]:

@@ -12,6 +12,10 @@ the trace, when nobody waits any more, nothing is. In Kwon et al.'s terms (2023,
     free                      nobody's, or cached; too few, if a request waits
 
 Blocks need no contiguity: paged memory has no external fragmentation.
+
+Where a request has several samples or beams, they share blocks, and copy what they write to. What that saves is measured as Kwon
+et al. do (section 6.3): blocks that are not there because of it, of those that there would be if no table shared any, over all
+steps.
 """
 
 from __future__ import annotations
@@ -21,10 +25,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from memmgr.core.memory import MemoryCounters
+from memmgr.core.memory import MemoryCounters, Table
 from memmgr.core.prefix import root_hash
-from memmgr.schedule.plans import EndCode, Limits, RequestEnd, Sampled, Submission
+from memmgr.schedule.plans import EndCode, Limits, Plan, RequestEnd, Sampled, Submission
+from memmgr.schedule.requests import Sequence
 from memmgr.schedule.scheduler import ScheduleCounters, Scheduler
+from memmgr.simulate.beams import Parents, answers
 from memmgr.simulate.buddy import rounded
 from memmgr.simulate.policies import CountingMemory, Policy, ReservingMemory, reservation
 from memmgr.simulate.traces import MOONCAKE_BLOCK, TraceRequest
@@ -54,9 +60,18 @@ class Setup:
     max_running: int
     max_step_tokens: int
     prefix_cache: bool = False
+    samples: int = 1  # of each request, all as long as the trace says
+    searches: tuple[Parents, ...] = ()  # requests search with beams, as recorded here, in turn, instead of sampling
 
     def __post_init__(self) -> None:
-        assert not (self.prefix_cache and self.policy is not Policy.PAGED), "a contiguous run is nobody else's"
+        assert self.samples == 1 or not self.searches
+        shares = self.prefix_cache or self.samples > 1 or self.searches
+        assert not (shares and self.policy is not Policy.PAGED), "a contiguous run is nobody else's"
+
+    @property
+    def beams(self) -> int:
+        """Beams of each request's search; 0: there is none."""
+        return len(self.searches[0][0]) if self.searches else 0
 
     @property
     def slots(self) -> int:
@@ -77,11 +92,12 @@ class Report:
     internal_fragmentation: float
     external_fragmentation: float
     free: float
-    mean_running: float
+    mean_running: float  # requests
     block_hit_rate: float  # whole blocks found, of those that prompts take up
     evictions: int
     preemptions: int
     max_waste_tokens: int  # the most that one sequence ever held unused
+    shared_saving: float = 0.0  # blocks saved by sharing, of those that there would be without it, over all steps
 
 
 @dataclass(slots=True)
@@ -118,6 +134,9 @@ class _World(Protocol):
     def look_at_waste(self) -> int:
         """Return the most slots that one sequence holds unused now."""
 
+    def look_at_sharing(self) -> tuple[int, int]:
+        """Return how many blocks live now, and how many there would be if no two tables shared one."""
+
     def hit_rate(self) -> float:
         """Return the share of whole blocks found."""
 
@@ -139,28 +158,35 @@ class _Paged:
         return request.prompt_tokens < self._setup.slots  # and one of output
 
     def look(self, slots: Slots) -> None:
-        """Only a last block has slots without a token, and that one is never shared: who grows it has cloned it."""
+        """Only a last block has slots without a token. Who share one hold as many tokens in it: who grows has cloned it."""
         size = self._setup.block_size
-        waste = reserved = 0
-        for request in self.scheduler.running:
-            table = request.trunk.table
-            assert table is not None
-            unused = len(table.blocks) * size - table.planned
-            waste += unused
-            reserved += min(unused, request.prompt_length + request.max_outputs - 1 - table.planned)  # the last is never stored
+        unused: dict[int, int] = {}  # last block -> its slots without a token
+        reserved: dict[int, int] = {}  # last block -> those of them that will be written to; the last holder writes in place
+        for sequence, table in self._tables():
+            request, block = sequence.request, table.blocks[-1]
+            unused[block] = len(table.blocks) * size - table.planned
+            to_come = request.prompt_length + request.max_outputs - 1 - table.planned  # the last is never stored
+            reserved[block] = max(reserved.get(block, 0), min(unused[block], to_come))
         pool = self._memory.pool
-        slots.used += pool.live * size - waste
-        slots.reserved += reserved
-        slots.internal += waste - reserved
+        wasted, kept = sum(unused.values()), sum(reserved.values())
+        slots.used += pool.live * size - wasted
+        slots.reserved += kept
+        slots.internal += wasted - kept
         slots.free += pool.available * size
 
     def look_at_waste(self) -> int:
         size = self._setup.block_size
-        most = 0
+        return max((len(table.blocks) * size - table.planned for _, table in self._tables()), default=0)
+
+    def look_at_sharing(self) -> tuple[int, int]:
+        return self._memory.pool.live, sum(len(table.blocks) for _, table in self._tables())
+
+    def _tables(self) -> Iterator[tuple[Sequence, Table]]:
+        """Yield the living sequences that have a table: before the fork the trunk alone."""
         for request in self.scheduler.running:
-            assert request.trunk.table is not None
-            most = max(most, len(request.trunk.table.blocks) * size - request.trunk.table.planned)
-        return most
+            for sequence in request.sequences:
+                if sequence.table is not None:
+                    yield sequence, sequence.table
 
     def hit_rate(self) -> float:
         return self._memory.found_blocks / max(1, self._memory.asked_blocks)
@@ -218,6 +244,9 @@ class _Contiguous:
             default=0,
         )
 
+    def look_at_sharing(self) -> tuple[int, int]:
+        return 0, 0  # nothing is shared
+
     def hit_rate(self) -> float:
         return 0.0
 
@@ -252,7 +281,7 @@ class _Run:
     def run(self) -> Report:
         """See `simulate`."""
         scheduler, slots = self._world.scheduler, self._slots
-        steps = max_waste = 0
+        steps = max_waste = physical = logical = 0
         self._feed()
         while (plan := scheduler.plan(float(steps))) is not None:
             steps += bool(plan.chunks)  # the last plan only closes
@@ -261,7 +290,9 @@ class _Run:
                 slots.running += len(scheduler.running)
                 self._world.look(slots)
             max_waste = max(max_waste, self._world.look_at_waste())
-            scheduler.complete(plan.step, [_ANSWER] * len(plan.samples), float(steps))
+            held, unshared = self._world.look_at_sharing()
+            physical, logical = physical + held, logical + unshared
+            scheduler.complete(plan.step, self._answers(plan), float(steps))
             self._hear()
             self._feed()
         assert not scheduler.waiting, "a request waits that could never run"
@@ -286,7 +317,13 @@ class _Run:
             evictions=scheduler.memory.counters.evicted_blocks,
             preemptions=self._counters.preemptions,
             max_waste_tokens=max_waste,
+            shared_saving=1 - physical / logical if logical else 0.0,
         )
+
+    def _answers(self, plan: Plan) -> list[Sampled]:
+        if self._setup.searches:
+            return answers(plan, self._world.scheduler.running, self._setup.searches)
+        return [_ANSWER] * len(plan.samples)
 
     def _feed(self) -> None:
         """Fill the queue again."""
@@ -299,7 +336,21 @@ class _Run:
             name = str(number)
             prompt = prompt_of(number, request)
             outputs = max(1, request.output_tokens)  # who runs a prompt samples once
-            scheduler.submit(Submission((0, number), "", name, prompt, None, outputs, frozenset(), salt=self._salt(name)), 0.0)
+            scheduler.submit(
+                Submission(
+                    (0, number),
+                    "",
+                    name,
+                    prompt,
+                    None,
+                    outputs,
+                    frozenset(),
+                    samples=self._setup.samples,
+                    beam_width=self._setup.beams,
+                    salt=self._salt(name),
+                ),
+                0.0,
+            )
             self._hear()
 
     def _salt(self, name: str) -> str:

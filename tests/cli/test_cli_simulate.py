@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
 
 from benchmarks import simulation
+from benchmarks.figure import PARTS, Bar, stacked_bars
 from cli.main import main
 from cli.simulated import bar
 
@@ -97,6 +99,19 @@ def test_a_limit_and_an_order(capsys: pytest.CaptureFixture[str], pairs: str) ->
     assert asked(capsys, *words, "--seed", "1") == shuffled, "the same seed, the same run"
 
 
+@pytest.mark.parametrize("flag", ["--samples", "--beams"])
+def test_sequences_of_one_prompt_save_blocks(capsys: pytest.CaptureFixture[str], pairs: str, flag: str) -> None:
+    words = (pairs, "--num-blocks", "60", "--block-size", "8")
+    report = asked(capsys, *words, flag, "4")
+    assert set(report) == {*NAMES, "shared_saving"}
+    assert 0 < report["shared_saving"] < 3 / 4
+    assert 0 < report["max_waste_tokens"] < 8
+    assert report["requests"] == 60
+    assert asked(capsys, *words, flag, "1") == asked(capsys, *words)
+    out, _ = said(capsys, *words, flag, "4")
+    assert f"sharing saves {report['shared_saving']:.1%} of the blocks" in out
+
+
 def test_prefixes_are_found_one_by_one(capsys: pytest.CaptureFixture[str], prefixes: str) -> None:
     report = asked(capsys, prefixes, "--prefix-cache", "--num-blocks", "50")
     assert report["block_hit_rate"] == pytest.approx((0 + 1 + 6 * 2) / 24)
@@ -123,6 +138,13 @@ def test_prefixes_are_found_one_by_one(capsys: pytest.CaptureFixture[str], prefi
         (["--limit", "0"], "--limit"),
         (["--prefix-cache", "--policy", "all"], "nothing is shared"),
         (["--prefix-cache", "--policy", "contiguous-max"], "nothing is shared"),
+        (["--samples", "2", "--policy", "contiguous-max"], "nothing is shared"),
+        (["--beams", "2", "--policy", "all"], "nothing is shared"),
+        (["--samples", "65"], "--samples"),
+        (["--samples", "9", "--max-running", "8"], "--samples 9"),
+        (["--samples", "2", "--beams", "2"], "not both"),
+        (["--beams", "5"], "recorded with 2, 4, 6 beams"),
+        (["--samples", "2", "--prefix-cache", "--one-by-one"], "--samples"),
         (["--one-by-one"], "--prefix-cache"),
         (["--one-by-one", "--prefix-cache"], "no prefixes"),
         (["--num-blocks", "1", "--block-size", "2"], "none of 60 requests fits"),
@@ -163,10 +185,58 @@ def test_the_benchmark_prints_its_tables_and_a_picture(tmp_path: Path, pairs: st
     picture = tmp_path / "picture.svg"
     done = CliRunner().invoke(simulation.main, ["--data", str(tmp_path), "--svg", str(picture), "--limit", "50"])
     assert done.exit_code == 0, done.output
-    for words in ("contiguous-pow2", "table entries", "never forgetting", "mooncake_synthetic"):
+    for words in (
+        *("contiguous-pow2", "paged runs", "no sequence ever held", "table entries"),
+        *("Alpaca-like", "beams", "never forgetting", "mooncake_synthetic"),
+    ):
         assert words in done.output
-    assert picture.read_text().startswith("<svg")
+    drawn = picture.read_text()
+    assert drawn.startswith("<svg")
+    assert all(name in drawn for name in (*POLICIES, "external fragmentation"))
     answer = json.loads(CliRunner().invoke(simulation.main, ["--data", str(tmp_path), "--json", "--limit", "5"]).output)
     assert [size["block_size"] for size in answer["block_sizes"]] == [1, 4, 8, 16, 32, 64, 128, 256]
     assert len(answer["policies"]) == 4
     assert len(answer["hit_rates"]) == 8
+    assert [(one["trace"], one["method"]) for one in answer["sharing"]] == [
+        ("Alpaca-like", "samples"),
+        ("ShareGPT", "samples"),
+        ("Alpaca-like", "beams"),
+        ("ShareGPT", "beams"),
+    ]
+    assert all(0 <= saved < 1 for one in answer["sharing"] for saved in one["saved"].values())
+
+
+def test_a_part_of_the_benchmark_needs_only_its_trace(tmp_path: Path, pairs: str) -> None:
+    (tmp_path / "sharegpt_lengths.csv.gz").write_bytes(Path(pairs).read_bytes())
+    run = CliRunner()
+    words = ["--data", str(tmp_path), "--limit", "20", "--json"]
+    done = run.invoke(simulation.main, [*words, "--only", "block-sizes"])
+    assert set(json.loads(done.output)) == {"block_sizes"}
+    assert done.output == run.invoke(simulation.main, [*words, "--only", "block-sizes"]).output, "the same, every time"
+    done = run.invoke(simulation.main, [*words, "--only", "block-sizes", "--svg", str(tmp_path / "picture.svg")])
+    assert done.exit_code == 2
+    assert "--only policies" in done.output
+    assert run.invoke(simulation.main, [*words, "--svg", str(tmp_path / "none" / "picture.svg")]).exit_code == 2
+    assert run.invoke(simulation.main, words).exit_code == 1, "the other traces are not there"
+
+
+def shares_drawn(svg: str) -> list[list[float]]:
+    """Return the heights of the parts of each bar, as shares, from the bottom."""
+    root = ElementTree.fromstring(svg)
+    bars: dict[str, list[float]] = {}
+    colours = {colour for _, colour, _ in PARTS}
+    for box in root.iter("{http://www.w3.org/2000/svg}rect"):
+        if box.get("fill") in colours and float(box.get("width", "0")) > 20:
+            bars.setdefault(box.get("x", ""), []).append(float(box.get("height", "0")))
+    return [[height / sum(heights) for height in heights] for heights in bars.values()]
+
+
+def test_the_picture_shows_the_shares() -> None:
+    shares = [(0.5, 0.25, 0.125, 0.125, 0.0), (0.1, 0.2, 0.3, 0.025, 0.375)]
+    bars = [Bar(f"<{number}> & more", "note", one) for number, one in enumerate(shares)]
+    svg = stacked_bars(bars, "title", "axis")
+    assert svg == stacked_bars(bars, "title", "axis")
+    assert shares_drawn(svg) == [pytest.approx(one, abs=2e-4) for one in shares]
+    texts = [text.text for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"title", "axis", "<0> & more", "note", "50.0%", "37.5%"} <= set(texts)
+    assert "2.5%" not in texts, "too small to write into"
