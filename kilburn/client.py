@@ -196,6 +196,17 @@ class AdminClient(_Channel):
         request = admin_pb2.FlushPrefixCacheRequest(tenant=tenant)
         return self._stub.FlushPrefixCache(request, timeout=_TIMEOUT_SECONDS, metadata=self._metadata).flushed_blocks
 
+    def set_quota(self, tenant: str, max_blocks: int = 0, guaranteed_blocks: int = 0, max_running: int = 0) -> admin_pb2.Quota:
+        """Set a tenant's quota in place of the one before (0: no limit, nothing guaranteed); all 0 takes it away."""
+        quota = admin_pb2.Quota(
+            tenant=tenant, max_blocks=max_blocks, guaranteed_blocks=guaranteed_blocks, max_running=max_running
+        )
+        return self._stub.SetQuota(quota, timeout=_TIMEOUT_SECONDS, metadata=self._metadata)
+
+    def quotas(self) -> list[admin_pb2.Quota]:
+        """Return all quotas, by tenant, with what is in use."""
+        return list(self._stub.ListQuotas(admin_pb2.ListQuotasRequest(), timeout=_TIMEOUT_SECONDS, metadata=self._metadata))
+
     def verify(self, with_executor: bool = False) -> admin_pb2.VerifyResponse:
         """Check every invariant, the executor's view against it too if `with_executor`."""
         request = admin_pb2.VerifyRequest(with_executor=with_executor)

@@ -45,6 +45,9 @@ MAX_EVENTS_EXPLAINED: Final = 256
 #: Pins at once. A pool counts them in 16 bits for each block.
 MAX_PINS: Final = 1024
 
+#: Tenants with a quota. A step looks at one waiting request for each at the most.
+MAX_QUOTAS: Final = 256
+
 #: Calls that watch events at once. Each looks for news twenty times a second.
 MAX_WATCHERS: Final = 64
 

@@ -27,6 +27,7 @@ from memmgr.calls import ANSWER_SECONDS, Context, abort, caller
 from memmgr.engine import Engine
 from memmgr.events import Batch, history, read_page
 from memmgr.prefix_calls import PrefixCalls
+from memmgr.quota_calls import QuotaCalls
 from memmgr.schedule.plans import EndCode
 
 _SERVICE: Final = admin.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -41,7 +42,7 @@ _GRACE_SECONDS: Final = 1.0
 _START_SECONDS: Final = 20.0
 
 
-class AdminService(PrefixCalls):
+class AdminService(PrefixCalls, QuotaCalls):
     """See the module."""
 
     def __init__(self, engine: Engine) -> None:
@@ -245,7 +246,7 @@ class AdminServer:
                 ("grpc.so_reuseport", 0),
             ]
         )
-        service = AdminService(self._engine)  # type: ignore[abstract]
+        service = AdminService(self._engine)
         admin_pb2_grpc.add_AdminServicer_to_server(service, server)
         health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health, server)

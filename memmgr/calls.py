@@ -28,7 +28,7 @@ class NoExecutorError(Exception):
 
 
 class Calls(admin_pb2_grpc.AdminServicer):
-    """See the module. What is not built answers UNIMPLEMENTED, by the generated base class."""
+    """See the module."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine: Final = engine

@@ -16,13 +16,14 @@ import zmq
 from google.protobuf.message import Message
 
 from kilburn.config import MemmgrConfig
-from kilburn.errors import StartError
-from kilburn.limits import HEARTBEAT_INTERVAL_SECONDS, PEER_TIMEOUT_SECONDS, PROTOCOL
+from kilburn.errors import KilburnError, StartError
+from kilburn.limits import HEARTBEAT_INTERVAL_SECONDS, MAX_QUOTAS, PEER_TIMEOUT_SECONDS, PROTOCOL
 from kilburn.log import Logger
 from kilburn.v1 import engine_pb2 as engine
 from kilburn.wire.hub import Hub, Incoming
 from memmgr.core.events import NO_BLOCK, STARTED, Record
 from memmgr.core.memory import MemoryCounters
+from memmgr.core.quotas import Quota
 from memmgr.events import EventLog
 from memmgr.journal.recording import Journal
 from memmgr.messages import MessageError, check_hello, read_submit, token_batches
@@ -48,6 +49,10 @@ _STEP_TOKENS_GPU: Final = 2048
 
 class EngineBusyError(Exception):
     """Too many questions wait already."""
+
+
+class TooManyQuotasError(KilburnError):
+    """As many tenants as may have a quota have one."""
 
 
 @dataclass(slots=True)
@@ -76,6 +81,7 @@ class Engine:
         self.incarnation: Final = incarnation
         self.totals: Final = Totals(MemoryCounters(), ScheduleCounters(), StepTotals())
         self.session: Session | None = None
+        self.quotas: Final[dict[str, Quota]] = {}  # by tenant, as they were set; they outlive executors
         self.events: Final = EventLog()
         self._records: list[Record] = []  # what happened to blocks since the log last took it in
         self._config = config
@@ -264,6 +270,7 @@ class Engine:
             swap=self._config.preemption == "swap",
             records=self._records,
             journal=self._journal,
+            quotas=self.quotas.values(),
         )
         self._records.append((STARTED, NO_BLOCK, None, None))
         if not self._executors.welcome(incoming):
@@ -279,6 +286,8 @@ class Engine:
             max_running=limits.max_running,
             max_step_tokens=limits.max_step_tokens,
         )
+        if self.session.cut_floors:
+            self._log.warning("the pool is too small for all that is guaranteed", tenants=self.session.cut_floors)
         self._tell_all_gateways(now)
 
     def _limits(self, hello: engine.ExecutorHello) -> Limits:
@@ -326,6 +335,21 @@ class Engine:
             answer.set_result((0, ["too many inspections wait for the executor; try again"]))
         else:
             self._tell_executor(session, question, time.monotonic())
+
+    def set_quota(self, quota: Quota) -> None:
+        """Set a tenant's quota, for this executor and those to come; an empty one takes it away. There is an executor.
+
+        Raises:
+            TooManyQuotasError: of as many tenants as may have one, none is this.
+            QuotaRefusedError: so much can't be guaranteed.
+        """
+        assert self.session is not None
+        if not quota.empty and quota.tenant not in self.quotas and len(self.quotas) >= MAX_QUOTAS:
+            raise TooManyQuotasError(f"{MAX_QUOTAS} tenants have a quota already; take one away first")
+        self.session.set_quota(quota, time.monotonic())
+        self.quotas.pop(quota.tenant, None)
+        if not quota.empty:
+            self.quotas[quota.tenant] = quota
 
     # ---------------------------------------------------------------------------------------------- the gateways
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import time
 from array import array
+from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -21,6 +22,7 @@ from memmgr.core.events import Record
 from memmgr.core.memory import MemoryCounters
 from memmgr.core.pins import Pin
 from memmgr.core.prefix import root_hash
+from memmgr.core.quotas import Quota
 from memmgr.core.swap import SwappingMemory
 from memmgr.journal.journaled import memory_of
 from memmgr.journal.recording import Journal
@@ -41,6 +43,10 @@ class NotCachedError(KilburnError):
 
 class PinRefusedError(KilburnError):
     """Nothing more may be pinned."""
+
+
+class QuotaRefusedError(KilburnError):
+    """So much can't be guaranteed."""
 
 
 @dataclass(slots=True)
@@ -89,6 +95,7 @@ class Session:
         swap: bool = False,
         records: list[Record] | None = None,
         journal: Journal | None = None,
+        quotas: Iterable[Quota] = (),
     ) -> None:
         self.incarnation: Final = incarnation
         self.attempt: Final = hello.attempt
@@ -108,6 +115,7 @@ class Session:
         self.scheduler: Final = Scheduler(
             memory, limits, lambda tenant, salt: root_hash(fingerprint, tenant, salt), totals.schedule
         )
+        self.cut_floors: Final = self._adopt(quotas)
         self._samples: dict[int, tuple[PlannedSample, ...]] = {}  # step -> samples of its plan
         self._inspections: dict[int, _Expected] = {}
         self._inspected = 0
@@ -190,10 +198,11 @@ class Session:
         blocks = memory.pins.pinnable(self.scheduler.lineage(tenant, salt), tokens)
         if not blocks:
             raise NotCachedError(f"no whole block of {memory.block_size} tokens of this prefix is in the cache")
-        most, new = self.scheduler.most_pinned, memory.pins.new_blocks(blocks)
-        if memory.pool.pinned + new > most:
+        most, new, guaranteed = self.scheduler.most_pinned, memory.pins.new_blocks(blocks), memory.quotas.guaranteed
+        if memory.pool.pinned + guaranteed + new > most:
+            also = f", {guaranteed} guaranteed to tenants" if guaranteed else ""
             raise PinRefusedError(
-                f"{memory.pool.pinned} blocks are pinned and this pin needs {new} more; at most {most} of "
+                f"{memory.pool.pinned} blocks are pinned{also} and this pin needs {new} more; at most {most} of "
                 f"{memory.pool.total} may be, so that one request of {self.scheduler.limits.context_length} tokens can run"
             )
         if len(memory.pins) >= MAX_PINS:
@@ -203,6 +212,37 @@ class Session:
     def expire(self, now: float) -> None:
         """End the pins whose time is over."""
         self.scheduler.memory.pins.expire(now)
+
+    # ----------------------------------------------------------------------------------------------------- quotas
+
+    def set_quota(self, quota: Quota, now: float) -> None:
+        """Put a tenant's quota in force.
+
+        Raises:
+            QuotaRefusedError: it raises what is guaranteed beyond what keeps one longest request runnable.
+        """
+        memory, most = self.scheduler.memory, self.scheduler.most_pinned
+        memory.pins.expire(now)
+        floor, pinned = memory.quotas.floor(quota.tenant), memory.pool.pinned
+        others = memory.quotas.guaranteed - floor
+        if quota.guaranteed_blocks > floor and others + pinned + quota.guaranteed_blocks > most:
+            raise QuotaRefusedError(
+                f"{others} blocks are guaranteed to other tenants and {pinned} are pinned; with {quota.guaranteed_blocks} more "
+                f"they are too many: at most {most} of {memory.pool.total} may be, so that one request of "
+                f"{self.scheduler.limits.context_length} tokens can run"
+            )
+        self.scheduler.set_quota(quota, now)
+
+    def _adopt(self, quotas: Iterable[Quota]) -> list[str]:
+        """Put in force what was set before this executor came; return the tenants whose floor had to be cut to fit its pool."""
+        memory, most = self.scheduler.memory, self.scheduler.most_pinned
+        cut: list[str] = []
+        for quota in quotas:
+            floor = min(quota.guaranteed_blocks, most - memory.quotas.guaranteed)
+            memory.quotas.set(replace(quota, guaranteed_blocks=floor))
+            if floor < quota.guaranteed_blocks:
+                cut.append(quota.tenant)
+        return cut
 
     # ------------------------------------------------------------------------------------------------ inspections
 

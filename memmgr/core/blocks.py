@@ -106,8 +106,8 @@ class BlockPool:
         self.live += 1
         return block
 
-    def share(self, block: int) -> None:
-        """Add a reference to a live or cached block."""
+    def share(self, block: int) -> bool:
+        """Add a reference to a live or cached block. True: it was a cached one."""
         references = self.references[block]
         if references == 0:
             if self.pins[block]:
@@ -119,6 +119,7 @@ class BlockPool:
         elif references == 1:
             self.shared += 1
         self.references[block] = references + 1
+        return references == 0
 
     def drop(self, block: int) -> bool:
         """Take a reference away. True: it was the last one, and the caller must `keep` or `free` the block at once."""

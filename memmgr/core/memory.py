@@ -15,7 +15,8 @@ copy's source is held until the end of its step, so that no block is source and 
 
 What happens to blocks is told as records (see `events`) to a list that the owner gave, if it gave one.
 
-What `pins` hold is neither evicted nor flushed; a planner counts on the rest alone.
+What `pins` hold is neither evicted nor flushed; a planner counts on the rest alone. `quotas` say how much of that a tenant may
+take; a live block is charged to the tenant of the tables that it is in.
 
 Knows token ids as array("I"), an opaque key for each sequence, and an opaque owner to tell of it; not requests, steps in flight,
 text or tensors.
@@ -24,7 +25,7 @@ text or tensors.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
@@ -34,6 +35,7 @@ from memmgr.core.blocks import BlockPool, BlockState
 from memmgr.core.events import NO_BLOCK, Indexed, Record, Unindexed
 from memmgr.core.pins import Pins
 from memmgr.core.prefix import Lineage, Match, Node, PrefixIndex, block_hash
+from memmgr.core.quotas import Quotas
 
 
 @dataclass(slots=True)
@@ -119,6 +121,7 @@ class Memory:
         self.pool: Final = BlockPool(total_blocks)
         self.index: Final = PrefixIndex(total_blocks, block_size)
         self.pins: Final = self._new_pins(records)
+        self.quotas: Final = Quotas(total_blocks)
         self.now = 0.0  # of the owner's clock, for stamps only
         self._records: Final = records  # the owner empties it
         self._tables: dict[Hashable, Table] = {}
@@ -145,10 +148,12 @@ class Memory:
         """Return what is cached of a prompt; its last token is left to compute."""
         return self.index.match(lineage, tokens, len(tokens) - 1) if self.prefix_cache else Match()
 
-    def plan_admission(self, lineage: Lineage, tokens: array[int], reserve: int) -> Admission | None:
+    def plan_admission(
+        self, lineage: Lineage, tokens: array[int], reserve: int, allowance: int | None = None
+    ) -> Admission | None:
         """Decide whether a sequence with these known tokens can begin, all of them and one more fitting, `reserve` blocks left.
 
-        At least the last token is left to compute: its logits are wanted.
+        At least the last token is left to compute: its logits are wanted. No more than `allowance` blocks may become live by it.
         """
         match = self.plan_match(lineage, tokens)
         evictable = self.pool.evictable
@@ -157,9 +162,24 @@ class Memory:
         room = self.pool.available - revived - reserve
         if needed > room:
             return None
-        if match.tail_tokens and needed + evictable(match.tail) > room:
+        allowed = needed if allowance is None else allowance - self._dead(match.blocks)
+        if needed > allowed:
+            return None
+        if match.tail_tokens and (
+            needed + evictable(match.tail) > room or (allowance is not None and needed + self._dead((match.tail,)) > allowed)
+        ):
             match = match.without_tail()  # its source would be held, and is needed
         return Admission(match, len(match.blocks) * self.block_size + match.tail_tokens)
+
+    def blocks_charged(self, lineage: Lineage, tokens: array[int]) -> int:
+        """Return how many blocks at least become live where a sequence with these tokens, and one more, begins."""
+        match = self.plan_match(lineage, tokens)
+        return self.blocks_for(len(tokens) + 1) - len(match.blocks) + self._dead(match.blocks)
+
+    def _dead(self, blocks: Iterable[int]) -> int:
+        """Return how many of some blocks nobody holds."""
+        references = self.pool.references
+        return sum(1 for block in blocks if not references[block])
 
     def plan_evictions(self, admission: Admission, new_blocks: int) -> list[int]:
         """Return the cached blocks that would go if a sequence were admitted and took so many more blocks; changes nothing."""
@@ -216,13 +236,19 @@ class Memory:
     # ---------------------------------------------------------------------------------------------------- growth
 
     def plan_growth(self, table: Table, count: int) -> Growth | None:
-        """Decide whether a sequence can take `count` more tokens."""
+        """Decide whether a sequence can take `count` more tokens: the pool, and its tenant's quota, have to have room."""
         length = table.planned + count
         new_blocks = self.blocks_for(length) - len(table.blocks)
         clone = bool(table.planned % self.block_size) and self._is_shared(table.blocks[-1])
-        if new_blocks + clone > self.pool.available:
+        needed = new_blocks + clone
+        if needed and needed > self.quotas.room(table.lineage.tenant, self.pool.available):
             return None
         return Growth(table, length, new_blocks, clone)
+
+    def blocks_to_grow(self, table: Table, count: int) -> int:
+        """Return how many blocks a sequence has to take for `count` more tokens."""
+        clone = bool(table.planned % self.block_size) and self._is_shared(table.blocks[-1])
+        return self.blocks_for(table.planned + count) - len(table.blocks) + clone
 
     def grow(self, growth: Growth) -> None:
         """Make a table cover the tokens of a step. A shared last block is cloned; the last holder writes in place."""
@@ -231,7 +257,9 @@ class Memory:
             table.blocks[-1] = self._clone(table.blocks[-1], table.owner)
             self.counters.copied_blocks += 1
         for _ in range(growth.new_blocks):
-            table.blocks.append(self._allocate(table.owner))
+            block = self._allocate(table.owner)
+            self.quotas.charge(block, table.lineage.tenant)
+            table.blocks.append(block)
         table.planned = growth.length
         self._planning = True
 
@@ -355,7 +383,8 @@ class Memory:
         return block
 
     def _share(self, block: int, owner: object) -> None:
-        self.pool.share(block)
+        if self.pool.share(block):
+            self.quotas.charge(block, self.index.tenants[block])  # it was cached, so the index knows whose it is
         if self._records is not None:
             self._records.append((events.SHARED, block, owner, None))
 
@@ -363,6 +392,7 @@ class Memory:
         """Return a block that this step's copies fill from `source`, of which one reference moves from the caller to the step."""
         self._held.setdefault(source, []).append(owner)
         destination = self._allocate(owner)
+        self.quotas.charge_like(destination, source)
         self._copies[destination] = source
         if self._records is not None:
             self._records.append((events.COPIED, destination, owner, source))
@@ -374,6 +404,7 @@ class Memory:
             self._records.append((events.RELEASED, block, owner, None))
         if not last:
             return
+        self.quotas.discharge(block)
         if self.index.hash_of(block) is None:
             self._free(block)
             if self._records is not None:
@@ -438,6 +469,10 @@ class Memory:
             if known and self.index.filled(block) < self.block_size:
                 assert counted == len(self._held.get(block, ())), f"block {block} is a tail and referenced"
         checks += self.pins.check_invariants(self.block_size)
+        checks += self.quotas.check_invariants(block for block, counted in enumerate(self.pool.references) if counted)
+        for key, table in self._tables.items():
+            belongs = all(self.quotas.tenant(block) == table.lineage.tenant for block in table.blocks)
+            assert belongs, f"sequence {key} holds a block of another tenant"
         for destination, source in self._copies.items():
             assert source not in self._copies, f"block {source} is source and destination in one step"
             assert destination != source

@@ -170,16 +170,40 @@ class SwappingMemory(Memory):
             self._records.append((events.SWAPPED_OUT, block, owner, None))
         return place
 
-    def plan_swap_in(self, keys: Sequence[Hashable], tokens: Mapping[Hashable, array[int]], needed: int) -> SwapIn | None:
-        """Decide whether a group's swapped tables can come back; they need `needed` blocks, what is cached among them."""
+    def plan_swap_in(
+        self,
+        keys: Sequence[Hashable],
+        tokens: Mapping[Hashable, array[int]],
+        needed: int,
+        reserve: int = 0,
+        allowance: int | None = None,
+    ) -> SwapIn | None:
+        """Decide whether a group's swapped tables can come back; they need `needed` blocks, what is cached among them.
+
+        `reserve` blocks are left, and no more than `allowance` become live.
+        """
+        cached = self._cached(keys, tokens)
+        found = {block for blocks in cached.values() for block in blocks}
+        revived = sum(map(self.pool.evictable, found))
+        if needed - len(found) > self.pool.available - revived - reserve:
+            return None
+        if allowance is not None and needed - len(found) + self._dead(found) > allowance:
+            return None
+        return SwapIn(cached)
+
+    def blocks_charged_back(self, keys: Sequence[Hashable], tokens: Mapping[Hashable, array[int]], needed: int) -> int:
+        """Return how many blocks become live where swapped tables that need `needed` come back."""
+        found = {block for blocks in self._cached(keys, tokens).values() for block in blocks}
+        return needed - len(found) + self._dead(found)
+
+    def _cached(self, keys: Sequence[Hashable], tokens: Mapping[Hashable, array[int]]) -> dict[Hashable, tuple[int, ...]]:
+        """Return the blocks of its own, from the start, that each swapped table finds in the cache."""
         cached: dict[Hashable, tuple[int, ...]] = {}
         for key in keys:
             swapped = self._swapped[key]
             whole = swapped.planned // self.block_size
             cached[key] = self.plan_match(swapped.lineage, tokens[key]).blocks[:whole] if whole else ()
-        found = {block for blocks in cached.values() for block in blocks}
-        revived = sum(map(self.pool.evictable, found))
-        return SwapIn(cached) if needed - len(found) <= self.pool.available - revived else None
+        return cached
 
     def swap_in(self, swap: SwapIn) -> dict[Hashable, Table]:
         """Give swapped tables their place in the pool again, and return them by key. This step brings in what they lack."""
@@ -206,7 +230,7 @@ class SwappingMemory(Memory):
                 if place in places:
                     self._share(places[place], table.owner)
                 else:
-                    places[place] = self._bring_in(place, table.owner)
+                    places[place] = self._bring_in(place, table)
                 table.blocks.append(places[place])
             for place in swapped.blocks:
                 self.host.drop(place)
@@ -214,13 +238,14 @@ class SwappingMemory(Memory):
         self._planning = True
         return tables
 
-    def _bring_in(self, place: int, owner: object) -> int:
-        """Return a block that this step fills from a host block."""
-        block = self._allocate(owner)
+    def _bring_in(self, place: int, table: Table) -> int:
+        """Return a block for a table that this step fills from a host block."""
+        block = self._allocate(table.owner)
+        self.quotas.charge(block, table.lineage.tenant)
         self._ins[block] = place
         self.counters.swapped_in_blocks += 1
         if self._records is not None:
-            self._records.append((events.SWAPPED_IN, block, owner, None))
+            self._records.append((events.SWAPPED_IN, block, table.owner, None))
         return block
 
     def drop_swapped(self, key: Hashable) -> None:

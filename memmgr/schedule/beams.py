@@ -71,7 +71,7 @@ class BeamSearch:
         self.width: Final = width
         self.length_penalty: Final = length_penalty
         self.ends: Final = ends
-        self.most_outputs: Final = most_outputs
+        self.most_outputs = most_outputs  # may be cut, to more than the running beams have
         self.finished: list[Hypothesis] = []  # the best first
         # All begin alike, so one begins: the others get their beams by its first step.
         self._lanes: dict[int, _Beam] = {0: _Beam()}

@@ -165,7 +165,7 @@ class Request:
     ) -> None:
         self.submission: Final = submission
         self.prompt_length: Final = len(submission.prompt)  # tokens
-        self.max_outputs: Final = max_outputs  # of each sequence
+        self.max_outputs = max_outputs  # of each sequence; fewer where its tenant's limit is lowered
         self.most_blocks: Final = most_blocks  # of all of them together, the prompt's shared
         self.arrival: Final = arrival  # grows with each submission
         self.arrived_at: Final = now
@@ -179,6 +179,12 @@ class Request:
         self.preemptions = 0
         self.sequences: Final = tuple(Sequence(self, index, lineage) for index in range(submission.width))
         self.search: Final = _search(submission, max_outputs)
+
+    def cut(self, room: int) -> None:
+        """Let each of its sequences have at most `room` outputs; those that have more by now are to be ended."""
+        self.max_outputs = min(self.max_outputs, max(1, room))
+        if self.search is not None:
+            self.search.most_outputs = self.max_outputs
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -12,7 +12,6 @@ to its request wherever that is by now; for one that has ended it is discarded a
 Pure: no I/O, no clock, no randomness. What clients are to hear gathers in order until `take_events`.
 """
 
-from array import array
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
@@ -23,7 +22,9 @@ from typing import Final
 
 from memmgr.core.memory import Memory
 from memmgr.core.prefix import Lineage
+from memmgr.core.quotas import Quota
 from memmgr.core.swap import SwappingMemory
+from memmgr.schedule.admission import blocks_beside, is_over_limit, plan_admission, plan_swap_in
 from memmgr.schedule.forming import FormingPrefixes
 from memmgr.schedule.lanes import can_move, move, outcome
 from memmgr.schedule.plans import (
@@ -42,8 +43,9 @@ from memmgr.schedule.plans import (
     Submission,
 )
 from memmgr.schedule.requests import Request, Sequence, State
-from memmgr.schedule.sizes import blocks_after, blocks_owed, branch_blocks, most_blocks, most_outputs
+from memmgr.schedule.sizes import most_blocks, most_outputs
 from memmgr.schedule.slots import Slots
+from memmgr.schedule.tenants import Tenants, beyond_limit, choose_victim, choose_victim_for_floors
 
 
 @dataclass(slots=True)
@@ -102,6 +104,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # by rank
         self._running: list[Request] = []  # by rank
         self._forming = FormingPrefixes(memory.block_size)  # and those who wait for it, who are in no other queue
+        self._tenants = Tenants(memory.quotas)  # and those who wait behind their tenant's limit, who are in no other queue
         self._deadlines: list[tuple[float, RequestKey]] = []  # a heap; entries of ended requests are skipped
         self._slots = Slots(limits.max_running)
         self._searching: dict[Request, None] = {}  # of those whose beams have news since the last plan, in order
@@ -134,9 +137,9 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Request]:
-        """Requests in the queue, by rank, with those who wait for another's prefix."""
-        followers = self._forming.waiting
-        return sorted((*self._waiting, *followers), key=_rank) if followers else list(self._waiting)
+        """Requests in the queue, by rank, with those who wait for another's prefix or behind their tenant's limit."""
+        others = (*self._forming.waiting, *self._tenants.waiting)
+        return sorted((*self._waiting, *others), key=_rank) if others else list(self._waiting)
 
     @property
     def closing_slots(self) -> frozenset[int]:
@@ -145,7 +148,7 @@ class Scheduler:
 
     @property
     def most_pinned(self) -> int:
-        """Blocks that may be pinned at once: so that one as long as the context can run, and each that is here."""
+        """Blocks that may be pinned or guaranteed at once: so that one as long as the context can run, and each that is here."""
         most = max((request.most_blocks for request in self._requests.values()), default=0)
         return max(0, self.memory.pool.total - max(most, self.memory.blocks_for(self.limits.context_length)))
 
@@ -164,7 +167,9 @@ class Scheduler:
         if submission.key in self._requests:
             return False
         name = (submission.tenant, submission.request_id)
-        room = most_outputs(submission, self.memory, self.limits)
+        room = most_outputs(submission.tenant, len(submission.prompt), submission.width, self.memory, self.limits)
+        limit = self.memory.quotas.limit(submission.tenant)
+        running_limit = self.memory.quotas.max_running(submission.tenant)
         refusal: tuple[EndCode, str] | None = None
         if name in self._names:
             refusal = EndCode.DUPLICATE, f"request {submission.request_id!r} is already running"
@@ -176,9 +181,14 @@ class Scheduler:
             )
         elif submission.width > self.limits.max_running:
             refusal = EndCode.NEVER_FITS, f"{submission.width} sequences; at most {self.limits.max_running} run at once"
+        elif running_limit and submission.width > running_limit:
+            refusal = EndCode.NEVER_FITS, f"{submission.width} sequences; at most {running_limit} of this tenant run at once"
+        elif limit is not None and self.memory.blocks_for(len(submission.prompt) + 1) > limit:
+            refusal = EndCode.NEVER_FITS, beyond_limit(submission, limit)
         elif room < 1:
-            refusal = EndCode.NEVER_FITS, f"{submission.width} sequences of this prompt do not fit the pool together"
-        elif (waiting := len(self._waiting) + len(self._forming.waiting)) >= self.limits.max_waiting:
+            where = "the pool" if limit is None else f"the {limit} blocks that their tenant may have"
+            refusal = EndCode.NEVER_FITS, f"{submission.width} sequences of this prompt do not fit {where} together"
+        elif (waiting := len(self._waiting) + len(self._forming.waiting) + len(self._tenants)) >= self.limits.max_waiting:
             refusal = EndCode.QUEUE_FULL, f"{waiting} requests are waiting already; try again later"
         if refusal is not None:
             self.counters.rejected_requests += 1
@@ -241,12 +251,13 @@ class Scheduler:
         self._expire(now)
         self._search(now)
         draft = _Draft(self.limits.max_step_tokens)
+        self._settle(draft)
         sequences = [sequence for request in self._running for sequence in request.sequences if not sequence.ended]
         sequences.sort(key=lambda sequence: not sequence.decoding)  # those that decode first, each by rank
         for sequence in sequences:
             if sequence.request.state is State.RUNNING:  # not preempted a moment ago
                 self._schedule(draft, sequence)
-        self._admit(draft, now)
+        self._admit(draft)
         if not draft.counts and not draft.opened and not self._slots.any_closing:
             return None
         return self._seal(draft)
@@ -258,69 +269,77 @@ class Scheduler:
             return
         assert sequence.table is not None
         while (growth := self.memory.plan_growth(sequence.table, count)) is None:
-            victim = self._running[-1]
-            self._preempt(victim, draft)
+            victim = self._make_room(sequence, count, draft)
             if victim is sequence.request:
                 return
         self.memory.grow(growth)
         draft.counts[sequence] = count
         draft.budget -= count
 
-    def _admit(self, draft: _Draft, now: float) -> None:
-        """Admit waiting requests, in order of rank, until budget, slots or blocks run out."""
-        while self._waiting:
-            request = self._waiting[0]
-            if request.in_flight:
-                return  # preempted a moment ago: its last token is not back yet
-            if request.swapped:
-                if not self._swap_in(draft, request):
-                    return
+    def _admit(self, draft: _Draft) -> None:
+        """Admit waiting requests, in order of rank, until budget, slots or blocks run out.
+
+        Where blocks have run out, those who take what is guaranteed to their tenant are still admitted: `short`.
+        """
+        self._rejoin(self._tenants.take_woken())
+        place, short = 0, False
+        while (place := self._tenants.next_place(self._waiting, place, short=short)) < len(self._waiting):
+            request = self._waiting[place]
+            if request.in_flight:  # preempted a moment ago: its last token is not back yet
+                place, short = place + 1, True
                 continue
-            if self._follows(request):  # where there is no room for it as well: its leader may have to be raised
+            # Where there is no room for it as well: its leader may have to be raised.
+            if not request.swapped and self._follows(request, place):
                 continue
             live = request.live
             if not draft.budget or self._slots.free < len(live):
                 return
-            trunk = live[0]
-            reserve = blocks_owed(self._running, self.memory) + branch_blocks(live, self.memory)
-            reserve += blocks_after(trunk, len(request.trunk_tokens), self.memory)
-            admission = self.memory.plan_admission(trunk.lineage, request.trunk_tokens, reserve)
-            if admission is None:
-                return
-            self._begin(draft, request)
-            request.forked = len(live) == 1
-            trunk.table = self.memory.admit(trunk.key, trunk.lineage, admission, trunk.owner)
-            if self.memory.prefix_cache:
-                self._forming.lead(trunk, request.trunk_tokens, len(admission.match.blocks))
-            self._count_hits(trunk, admission.cached_tokens)
-            if request.first_admitted_at is None:
-                request.first_admitted_at = now
-                request.cached_tokens = admission.cached_tokens
-            self._schedule(draft, trunk)
+            if self._is_held(request, live, place):
+                continue
+            admitted = self._swap_in if request.swapped else self._start
+            if not admitted(draft, request, place, short=short):
+                place, short = place + 1, True
+            elif not short:
+                self._rejoin(self._tenants.take_first(request.submission.tenant))
 
-    def _begin(self, draft: _Draft, request: Request) -> None:
-        """Make the first of the queue a running request, with slots."""
-        del self._waiting[0]
+    def _start(self, draft: _Draft, request: Request, place: int, *, short: bool) -> bool:
+        """Admit the request at a place in the queue that has to compute all that the cache has not. False: it has to wait."""
+        live = request.live
+        trunk, rest = live[0], blocks_beside(request, live, self.memory)
+        admission = plan_admission(trunk.lineage, request.trunk_tokens, rest, self._running, self.memory, short=short)
+        if admission is None:
+            return False
+        self._begin(draft, request, place)
+        request.forked = len(live) == 1
+        trunk.table = self.memory.admit(trunk.key, trunk.lineage, admission, trunk.owner)
+        if self.memory.prefix_cache:
+            self._forming.lead(trunk, request.trunk_tokens, len(admission.match.blocks))
+        self._count_hits(trunk, admission.cached_tokens)
+        if request.first_admitted_at is None:
+            request.first_admitted_at = self.memory.now
+            request.cached_tokens = admission.cached_tokens
+        self._schedule(draft, trunk)
+        return True
+
+    def _begin(self, draft: _Draft, request: Request, place: int) -> None:
+        """Make the request at a place in the queue a running one, with slots."""
+        del self._waiting[place]
         insort(self._running, request, key=_rank)
         request.state = State.RUNNING
         request.residence += 1
         for sequence in request.live:
             sequence.slot = self._slots.take()
+        self._tenants.began(request.submission.tenant, len(request.live))
         draft.opened.append(request)
 
-    def _swap_in(self, draft: _Draft, request: Request) -> bool:
-        """Bring the first of the queue back from the host. False: it has to wait."""
+    def _swap_in(self, draft: _Draft, request: Request, place: int, *, short: bool) -> bool:
+        """Bring the request at a place in the queue back from the host. False: it has to wait."""
         assert self._swap is not None
         live = request.live
-        if not draft.budget or self._slots.free < len(live):
-            return False
-        tables: dict[Hashable, array[int]] = {one.key: one.tokens for one in live if one.key in self._swap.swapped}
-        needed = self.memory.blocks_for(live[0].promised + 1) + branch_blocks(live, self.memory)
-        needed += blocks_owed(self._running, self.memory)
-        swap = self._swap.plan_swap_in(list(tables), tables, needed)
+        swap = plan_swap_in(request, live, self._running, self._swap, short=short)
         if swap is None:
             return False
-        self._begin(draft, request)
+        self._begin(draft, request, place)
         request.swapped = False
         back = self._swap.swap_in(swap)
         for sequence in live:
@@ -330,15 +349,76 @@ class Scheduler:
             self._searching[request] = None
         return True
 
-    def _follows(self, request: Request) -> bool:
-        """Let the first of the queue wait for a prefix that is being computed, if there is one, and be as urgent as it is."""
+    def batch_has_room(self, tenant: str, sequences: int) -> bool:
+        """Whether so many more sequences of a tenant may run now."""
+        return sequences <= self._slots.free and not self._tenants.full(tenant, sequences)
+
+    # ------------------------------------------------------------------------------------------ tenants' quotas
+
+    def set_quota(self, quota: Quota, now: float) -> None:
+        """Put a tenant's quota in force. What has outgrown a limit that was lowered ends: with CONTEXT, or as what never fits."""
+        self.memory.quotas.set(quota)
+        self._tenants.wake(quota.tenant)
+        if quota.max_blocks:
+            for request in [one for one in self._requests.values() if one.submission.tenant == quota.tenant]:
+                self._fit(request, now)
+
+    def _fit(self, request: Request, now: float) -> None:
+        """Cut a live request down to its tenant's limit."""
+        submission, search = request.submission, request.search
+        room = most_outputs(submission.tenant, request.prompt_length, len(request.live), self.memory, self.limits)
+        unheard = search is not None or not any(sequence.outputs for sequence in request.sequences)
+        if room <= (0 if search is None else search.length) and unheard:
+            self.counters.rejected_requests += 1
+            message = beyond_limit(submission, self.memory.quotas.limit(submission.tenant))
+            self._end(request, EndCode.NEVER_FITS, message, now)
+            return
+        request.cut(room)
+        if search is None:
+            for sequence in request.live:
+                if sequence.outputs >= room or sequence.outputs_promised > room:
+                    self._complete(sequence, sequence.outputs, FinishReason.CONTEXT, now)
+
+    def _settle(self, draft: _Draft) -> None:
+        """Make available what is guaranteed and not used, at the cost of those who have more than is guaranteed to them."""
+        while self.memory.quotas.deficit(self.memory.pool.available) > 0:
+            self._preempt(choose_victim_for_floors(self._running, self.memory.quotas), draft)
+
+    def _make_room(self, sequence: Sequence, count: int, draft: _Draft) -> Request:
+        """Preempt a running request for the growth of a sequence, perhaps its own; return it."""
+        memory, tenant = self.memory, sequence.request.submission.tenant
+        assert sequence.table is not None
+        needed = memory.blocks_to_grow(sequence.table, count)
+        allowance = memory.quotas.allowance(tenant)
+        victim = choose_victim(self._running, memory.quotas, tenant, needed)
+        self._preempt(victim, draft)
+        if allowance is not None and needed > allowance:  # its own limit's fault: no other tenant waits behind it
+            del self._waiting[bisect_left(self._waiting, victim.rank, key=_rank)]
+            self._tenants.hold(victim, refused=False)
+        return victim
+
+    def _is_held(self, request: Request, live: list[Sequence], place: int) -> bool:
+        """Let a waiting request wait behind its tenant's limit where that is in its way, or another of the tenant before it."""
+        passes = self._tenants.would_pass(request)
+        refused = not passes and (
+            self._tenants.full(request.submission.tenant, len(live)) or is_over_limit(request, live, self._running, self.memory)
+        )
+        if passes or refused:
+            del self._waiting[place]
+            self._tenants.hold(request, refused=refused)
+        return passes or refused
+
+    # ------------------------------------------------------------------------------------- waiting for a prefix
+
+    def _follows(self, request: Request, place: int) -> bool:
+        """Let one of the queue wait for a prefix that is being computed, if there is one, and be as urgent as it is."""
         if not self._forming:
             return False
         lineage, tokens = request.trunk.lineage, request.trunk_tokens
         leader = self._forming.follow(request, lineage, tokens, len(self.memory.plan_match(lineage, tokens).blocks))
         if leader is None:
             return False
-        del self._waiting[0]
+        del self._waiting[place]
         if request.priority < leader.request.priority:
             self._set_priority(leader.request, request.priority)
         return True
@@ -568,6 +648,8 @@ class Scheduler:
             self._leave(request)
         elif self._forming.is_waiting(request):
             self._forming.forget(request)
+        elif self._tenants.is_waiting(request):
+            self._tenants.forget(request)
         else:
             del self._waiting[bisect_left(self._waiting, request.rank, key=_rank)]
         request.state = State.ENDED
@@ -599,6 +681,7 @@ class Scheduler:
             self.memory.release(sequence.key, sequence.tokens)
             sequence.table = None
         self._slots.give_up(sequence.slot)
+        self._tenants.stopped(sequence.request.submission.tenant)
         sequence.slot = -1
         sequence.told = []
         sequence.moved = False
@@ -612,10 +695,11 @@ class Scheduler:
             AssertionError: one does not hold.
         """
         checks = self.memory.check_invariants() + self._forming.check_invariants()
+        checks += self._tenants.check_invariants(sequence for request in self._running for sequence in request.live)
         for queue, state in (self._waiting, State.WAITING), (self._running, State.RUNNING):
             assert all(a.rank < b.rank for a, b in pairwise(queue)), f"{state.name} is out of order"
             assert all(request.state is state for request in queue)
-        followers = self._forming.waiting
+        followers = (*self._forming.waiting, *self._tenants.waiting)
         assert all(request.state is State.WAITING for request in followers)
         for request in self._running:
             raised = request.priority != request.submission.priority
@@ -626,7 +710,8 @@ class Scheduler:
         running = [sequence for request in self._running for sequence in request.live]
         assert set(self.memory.tables) == {sequence.key for sequence in running if sequence.table is not None}
         if self._swap is not None:
-            swapped = [sequence for request in self._waiting if request.swapped for sequence in request.live]
+            waiting = (*self._waiting, *self._tenants.waiting)
+            swapped = [sequence for request in waiting if request.swapped for sequence in request.live]
             assert set(self._swap.swapped) <= {sequence.key for sequence in swapped}, "a table on the host is nobody's"
         checks += self._slots.check_invariants([sequence.slot for sequence in running])
         in_flight: dict[Sequence, int] = {}

@@ -13,14 +13,22 @@ from memmgr.schedule.plans import Limits, Submission
 from memmgr.schedule.requests import Request, Sequence
 
 
-def most_outputs(submission: Submission, memory: Memory, limits: Limits) -> int:
-    """Return how many outputs each of a request's sequences can have: the context's rest, or what they can hold together."""
-    prompt = len(submission.prompt)
-    room = limits.context_length - prompt
-    if submission.width == 1:
+def most_outputs(tenant: str, prompt: int, width: int, memory: Memory, limits: Limits) -> int:
+    """Return how many outputs each of a request's sequences can have: the context's rest, or what they can hold together.
+
+    `prompt` in tokens. Below 1 where they do not fit the pool, or their tenant's limit, however long they wait.
+    """
+    quotas, room = memory.quotas, limits.context_length - prompt
+    limit = quotas.limit(tenant)
+    if width == 1 and limit is None:
         return room
+    together = memory.pool.total  # one is no longer than the context, whatever is pinned or guaranteed to others
+    if width > 1:
+        together -= memory.pool.pinned + quotas.guaranteed - quotas.floor(tenant)
+    if limit is not None:
+        together = min(together, limit)
     shared = prompt // memory.block_size
-    each = (memory.pool.total - memory.pool.pinned - shared) // submission.width
+    each = (together - shared) // width
     return min(room, (shared + each) * memory.block_size - prompt)
 
 
@@ -31,19 +39,23 @@ def most_blocks(submission: Submission, max_outputs: int, memory: Memory) -> int
     return shared + each * submission.width
 
 
-def blocks_owed(running: Iterable[Request], memory: Memory) -> int:
-    """Return how many blocks admitted requests still have to take for what they know: they are not another's."""
-    owed = 0
+def blocks_owed(running: Iterable[Request], memory: Memory) -> dict[str, int]:
+    """Return how many blocks admitted requests still have to take for what they know, by tenant: they are not another's."""
+    owed: dict[str, int] = {}
     for request in running:
+        blocks = 0
         if not request.forked:
             live = request.live
             assert live[0].table is not None
-            owed += memory.blocks_for(live[0].promised + 1) - len(live[0].table.blocks) + branch_blocks(live, memory)
-            continue
-        for sequence in request.sequences:
-            if not sequence.ended and not sequence.decoding:
-                assert sequence.table is not None
-                owed += memory.blocks_for(sequence.promised + 1) - len(sequence.table.blocks)
+            blocks = memory.blocks_for(live[0].promised + 1) - len(live[0].table.blocks) + branch_blocks(live, memory)
+        else:
+            for sequence in request.sequences:
+                if not sequence.ended and not sequence.decoding:
+                    assert sequence.table is not None
+                    blocks += memory.blocks_for(sequence.promised + 1) - len(sequence.table.blocks)
+        if blocks:
+            tenant = request.submission.tenant
+            owed[tenant] = owed.get(tenant, 0) + blocks
     return owed
 
 

@@ -49,10 +49,12 @@ class CountingMemory(Memory):
         self._admitting = 0  # tokens of the sequence that was planned last
         self._admitted: set[Hashable] = set()
 
-    def plan_admission(self, lineage: Lineage, tokens: array[int], reserve: int) -> Admission | None:
+    def plan_admission(
+        self, lineage: Lineage, tokens: array[int], reserve: int, allowance: int | None = None
+    ) -> Admission | None:
         """See Memory."""
         self._admitting = len(tokens)
-        return super().plan_admission(lineage, tokens, reserve)
+        return super().plan_admission(lineage, tokens, reserve, allowance)
 
     def admit(self, key: Hashable, lineage: Lineage, admission: Admission, owner: object = None) -> Table:
         """See Memory."""
@@ -78,7 +80,9 @@ class ReservingMemory(Memory):
         self._reserve_for: Final = reserve_for
         self._starts: dict[Hashable, int] = {}
 
-    def plan_admission(self, lineage: Lineage, tokens: array[int], reserve: int) -> Admission | None:
+    def plan_admission(
+        self, lineage: Lineage, tokens: array[int], reserve: int, allowance: int | None = None
+    ) -> Admission | None:
         """Decide whether there is a run for a sequence; what others have still to take is reserved already."""
         return Admission(Match(), 0) if self.buddy.fits(self._reserve_for(lineage.root)) else None
 

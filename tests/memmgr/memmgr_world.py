@@ -238,7 +238,7 @@ class Client:
     """What one request has heard."""
 
     submission: Submission
-    pinned: int  # blocks, when it came
+    kept: int  # blocks that were pinned or guaranteed to other tenants when it came
     outputs: dict[int, list[int]] = field(default_factory=dict)  # by index
     sequence_ends: dict[int, SequenceEnd] = field(default_factory=dict)
     end: RequestEnd | None = None
@@ -324,7 +324,9 @@ class World:
             beam_width=beam_width,
             length_penalty=length_penalty,
         )
-        self.clients[key] = Client(submission, self.memory.pool.pinned)
+        quotas = self.memory.quotas
+        kept = self.memory.pool.pinned + quotas.guaranteed - quotas.floor(tenant)
+        self.clients[key] = Client(submission, kept)
         assert self.scheduler.submit(submission, self.now)
         self.listen()
         return key
@@ -389,12 +391,12 @@ class World:
         return answer(asked.prompt, self.vocabulary, asked.max_tokens, self.context(key), asked.stop_token_ids, index)
 
     def context(self, key: RequestKey) -> int:
-        """Return how long a request's sequences may get: several of them have to fit together beside what is pinned."""
+        """Return how long a request's sequences may get: several of them have to fit together beside what is kept."""
         asked, size = self.clients[key].submission, self.memory.block_size
         if asked.width == 1:
             return self.limits.context_length
         shared = len(asked.prompt) // size
-        each = (self.memory.pool.total - self.clients[key].pinned - shared) // asked.width
+        each = (self.memory.pool.total - self.clients[key].kept - shared) // asked.width
         return min(self.limits.context_length, (shared + each) * size)
 
     def check_answer(self, key: RequestKey) -> None:
@@ -438,8 +440,8 @@ class World:
             held.pop(slot)
         assert held == planned
 
-    def check_idle(self) -> None:
-        """Check that nothing is left, and that the counters add up."""
+    def check_idle(self, *, cut_short: bool = False) -> None:
+        """Check that nothing is left, and that the counters add up, unless some request was `cut_short`."""
         memory, counted, blocks = self.memory, self.scheduler.counters, self.memory.counters
         assert not self.in_flight
         assert not self.scheduler.running
@@ -455,7 +457,7 @@ class World:
         ends = [client.end for client in self.clients.values()]
         assert all(end is not None for end in ends), "a request has no end"
         codes = [end.code for end in ends if end is not None]
-        if EndCode.CANCELLED not in codes and EndCode.DEADLINE not in codes:
+        if not cut_short and EndCode.CANCELLED not in codes and EndCode.DEADLINE not in codes:
             served = [c.submission for c in self.clients.values() if c.end is not None and c.end.code is EndCode.OK]
             assert counted.prefix_query_tokens == sum(len(submission.prompt) for submission in served)
         assert counted.finished_requests == codes.count(EndCode.OK)

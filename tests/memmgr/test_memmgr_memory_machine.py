@@ -20,9 +20,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from memmgr.core.blocks import BlockState
 from memmgr.core.memory import Memory, MemoryCounters
 from memmgr.core.prefix import Lineage, block_hash, root_hash
+from memmgr.core.quotas import Quota
 
 EXAMPLES = int(os.environ.get("KILBURN_EXAMPLES", "300"))
-ROOTS = [root_hash("model", "tenant", salt) for salt in "ab"]
+TENANTS = ["tenant", "other"]
+ROOTS = [root_hash("model", tenant, "") for tenant in TENANTS]
 POISON = (9,)  # no prefix of zeros and ones
 MOST_SEQUENCES = 4
 
@@ -55,6 +57,10 @@ class Sequence:
     writes: list[tuple[int, int]] = field(default_factory=list)  # of this step
 
     @property
+    def tenant(self) -> str:
+        return TENANTS[ROOTS.index(self.root)]
+
+    @property
     def untouched(self) -> bool:
         return not self.writes and self.planned == self.sent
 
@@ -69,6 +75,8 @@ class MemoryMachine(RuleBasedStateMachine):
         self.born = 0
         self.order: list[int] = []  # cached blocks, the next to be evicted first
         self.known: dict[tuple[bytes, Prefix], int] = {}
+        self.quotas: dict[str, tuple[int, int]] = dict.fromkeys(TENANTS, (total, 0))  # limit, floor
+        self.held_for: list[str] = []  # the tenants of `held`
         self.held: list[int] = []  # sources of this step's copies, in the order in which they were taken
         self.planning = False  # something was admitted or has grown in this step
         self.pins: dict[int, tuple[list[int], float]] = {}  # number -> blocks, end
@@ -87,13 +95,19 @@ class MemoryMachine(RuleBasedStateMachine):
         reserve=st.sampled_from([0, 0, 1]),
     )
     def admit(self, prompt: list[int], chunk: int, root: int, reserve: int) -> None:
-        lineage = Lineage(ROOTS[root], "tenant")
+        tenant = TENANTS[root]
+        lineage = Lineage(ROOTS[root], tenant)
         whole, part = self.naive_match(ROOTS[root], prompt)
-        admission = self.memory.plan_admission(lineage, array("I", prompt), reserve)
+        quotas = self.memory.quotas
+        allowance, kept_back = quotas.allowance(tenant), reserve + quotas.kept_back(tenant, {})
+        admission = self.memory.plan_admission(lineage, array("I", prompt), kept_back, allowance)
         live = self.live()
         needed = -(-(len(prompt) + 1) // self.size) - len(whole)
-        room = self.total - len(live | set(whole) | self.pinned()) - reserve
-        assert (admission is not None) == (needed <= room)
+        revived = set(whole) - live
+        room = self.total - len(live | set(whole) | self.pinned()) - reserve - self.kept_for_others(tenant)
+        allowed = self.quotas[tenant][0] - len(self.used(tenant)) - len(revived)
+        assert self.memory.blocks_charged(lineage, array("I", prompt)) == needed + len(revived)
+        assert (admission is not None) == (needed <= min(room, allowed))
         if admission is None:
             return
         assert list(admission.match.blocks) == whole
@@ -101,8 +115,9 @@ class MemoryMachine(RuleBasedStateMachine):
         if admission.match.tail_tokens:
             assert admission.match.tail_tokens == part
             self.held.append(tail)
+            self.held_for.append(tenant)
         else:
-            assert part == 0 or needed + 1 > room
+            assert part == 0 or needed + 1 > min(room, allowed)
         before = self.live()
         self.planning = True
         table = self.memory.admit(self.born, lineage, admission)
@@ -128,12 +143,16 @@ class MemoryMachine(RuleBasedStateMachine):
         shared = bool(sequence.planned % self.size) and self.holders(table.blocks[-1]) > 1
         new = -(-length // self.size) - len(table.blocks) + shared
         growth = self.memory.plan_growth(table, count)
-        assert (growth is not None) == (new <= self.total - len(self.live() | self.pinned()))
+        room = self.total - len(self.live() | self.pinned()) - self.kept_for_others(sequence.tenant)
+        allowed = self.quotas[sequence.tenant][0] - len(self.used(sequence.tenant))
+        assert (growth is not None) == (new == 0 or new <= min(room, allowed))
+        assert self.memory.blocks_to_grow(table, count) == new
         if growth is None:
             return
         assert growth.clone == shared
         if shared:
             self.held.append(table.blocks[-1])
+            self.held_for.append(sequence.tenant)
         before = self.live()
         self.planning = True
         self.memory.grow(growth)
@@ -199,9 +218,16 @@ class MemoryMachine(RuleBasedStateMachine):
                     self.write(key, position)
             sequence.writes.clear()
             sequence.sent = sequence.planned
-        held, self.held = self.held, []
+        held, self.held, self.held_for = self.held, [], []
         cached = set(self.known.values()) - self.live() - self.pinned()
         self.order += [block for block in dict.fromkeys(held) if block in cached and block not in self.order]
+
+    @rule(which=st.sampled_from(TENANTS), limit=st.integers(0, 12), floor=st.sampled_from([0, 0, 1, 2, 3]))
+    def set_quota(self, which: str, limit: int, floor: int) -> None:
+        """Limits and floors come and go, whatever is in use: nothing is taken away by that alone."""
+        floor = min(floor, limit or floor)
+        self.memory.quotas.set(Quota(which, limit, floor))
+        self.quotas[which] = (limit or self.total, floor)
 
     @precondition(lambda self: self.known and len(self.pinned()) <= self.total // 2)
     @rule(which=st.integers(0, 20), more=BITS, lasts=st.sampled_from([float("inf"), 1.0, 2.0, 5.0]))
@@ -212,12 +238,13 @@ class MemoryMachine(RuleBasedStateMachine):
         while end <= len(tokens) and (root, tuple(tokens[:end])) in self.known:
             whole.append(self.known[root, tuple(tokens[:end])])
             end += self.size
-        blocks = self.memory.pins.pinnable(Lineage(root, "tenant"), array("I", tokens))
+        tenant = TENANTS[ROOTS.index(root)]
+        blocks = self.memory.pins.pinnable(Lineage(root, tenant), array("I", tokens))
         assert list(blocks) == whole
         if not blocks:
             return
         assert self.memory.pins.new_blocks(blocks) == len(set(whole) - self.pinned())
-        pin = self.memory.pins.pin(blocks, "tenant", self.clock + lasts)
+        pin = self.memory.pins.pin(blocks, tenant, self.clock + lasts)
         self.pins[pin.number] = whole, self.clock + lasts
         self.order = [block for block in self.order if block not in whole]
 
@@ -254,6 +281,15 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def stands_on(self, prefix: Prefix, above: Prefix) -> bool:
         return prefix == above or (len(above) % self.size == 0 and prefix[: len(above)] == above)
+
+    def used(self, tenant: str) -> set[int]:
+        """Return the blocks that are charged to a tenant."""
+        tables = [self.memory.tables[key].blocks for key, sequence in self.sequences.items() if sequence.tenant == tenant]
+        held = [block for block, whose in zip(self.held, self.held_for, strict=True) if whose == tenant]
+        return {block for blocks in (*tables, held) for block in blocks}
+
+    def kept_for_others(self, tenant: str) -> int:
+        return sum(max(0, self.quotas[other][1] - len(self.used(other))) for other in TENANTS if other != tenant)
 
     def pinned(self) -> set[int]:
         return {block for blocks, _ in self.pins.values() for block in blocks}
@@ -362,6 +398,7 @@ class MemoryMachine(RuleBasedStateMachine):
             prefixes = [tuple(sequence.tokens[:end]) for end in range(self.size, table.computed + 1, self.size)]
             if any((sequence.root, prefix) not in self.known for prefix in prefixes[: table.committed]):
                 sequence.orphaned = True
+        assert {tenant: memory.quotas.used(tenant) for tenant in TENANTS} == {t: len(self.used(t)) for t in TENANTS}
         counters = memory.counters
         assert counters.allocated_blocks - counters.freed_blocks == len(live) + cached
         if not memory.prefix_cache:

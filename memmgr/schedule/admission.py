@@ -1,0 +1,72 @@
+"""Whether a waiting request can begin: what the pool has, less what others were promised or are guaranteed, and its quota.
+
+Knows requests, memory and quotas; not queues, slots or the budget of a step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterable
+
+from memmgr.core.memory import Admission, Memory
+from memmgr.core.prefix import Lineage
+from memmgr.core.swap import SwapIn, SwappingMemory
+from memmgr.schedule.requests import Request, Sequence
+from memmgr.schedule.sizes import blocks_after, blocks_owed, branch_blocks
+
+
+def plan_admission(
+    lineage: Lineage, tokens: array[int], rest: int, running: Iterable[Request], memory: Memory, *, short: bool = False
+) -> Admission | None:
+    """Decide whether a request can begin with these known tokens, `rest` being the blocks that it needs beside theirs.
+
+    Where blocks are `short`, it may only take what is guaranteed to its tenant.
+    """
+    reserve, allowance = _terms(lineage.tenant, running, memory, short=short)
+    return memory.plan_admission(lineage, tokens, reserve + rest, None if allowance is None else allowance - rest)
+
+
+def plan_swap_in(
+    request: Request, live: list[Sequence], running: Iterable[Request], memory: SwappingMemory, *, short: bool = False
+) -> SwapIn | None:
+    """Decide whether a request can come back from the host. `short`: as for an admission."""
+    tables = _swapped_tables(live, memory)
+    reserve, allowance = _terms(request.submission.tenant, running, memory, short=short)
+    return memory.plan_swap_in(list(tables), tables, _blocks_back(live, memory), reserve, allowance)
+
+
+def _terms(tenant: str, running: Iterable[Request], memory: Memory, *, short: bool) -> tuple[int, int | None]:
+    """Return how many blocks are not a tenant's to begin with, and how many it may make live; None: no matter how many."""
+    quotas, owed = memory.quotas, blocks_owed(running, memory)
+    if not quotas:
+        return sum(owed.values()), None
+    allowance = quotas.unused_floor(tenant) if short else quotas.allowance(tenant)  # a floor is within its limit
+    return quotas.kept_back(tenant, owed), None if allowance is None else allowance - owed.get(tenant, 0)
+
+
+def _swapped_tables(live: list[Sequence], memory: SwappingMemory) -> dict[Hashable, array[int]]:
+    return {sequence.key: sequence.tokens for sequence in live if sequence.key in memory.swapped}
+
+
+def _blocks_back(live: list[Sequence], memory: Memory) -> int:
+    return memory.blocks_for(live[0].promised + 1) + branch_blocks(live, memory)
+
+
+def blocks_beside(request: Request, live: list[Sequence], memory: Memory) -> int:
+    """Return how many blocks a request needs beside those for what its trunk computes first."""
+    return branch_blocks(live, memory) + blocks_after(live[0], len(request.trunk_tokens), memory)
+
+
+def is_over_limit(request: Request, live: list[Sequence], running: Iterable[Request], memory: Memory) -> bool:
+    """Whether its tenant's own limit keeps a request from beginning, however much is free."""
+    tenant = request.submission.tenant
+    allowance = memory.quotas.allowance(tenant)
+    if allowance is None:
+        return False
+    if request.swapped:
+        assert isinstance(memory, SwappingMemory)
+        tables = _swapped_tables(live, memory)
+        needed = memory.blocks_charged_back(list(tables), tables, _blocks_back(live, memory))
+    else:
+        needed = memory.blocks_charged(live[0].lineage, request.trunk_tokens) + blocks_beside(request, live, memory)
+    return needed + blocks_owed(running, memory).get(tenant, 0) > allowance
