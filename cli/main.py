@@ -37,6 +37,7 @@ _COMMANDS: Final = {
     "explain": "cli.prefixes",
     "probe": "cli.prefixes",
     "pins": "cli.prefixes",
+    "quotas": "cli.quotas",
     "verify": "cli.admin",
     "cancel": "cli.admin",
     "simulate": "cli.simulate",

@@ -159,6 +159,17 @@ def show_pins(pins: Sequence[admin_pb2.Pin], console: Console | None = None) -> 
     (console or _console()).print(table)
 
 
+def show_quotas(quotas: Sequence[admin_pb2.Quota], console: Console | None = None) -> None:
+    """Print one line for each quota."""
+    table = Table("tenant", "used", "guaranteed", "most blocks", "most running", show_edge=False, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for quota in quotas:
+        limits = [f"{limit:,}" if limit else "no limit" for limit in (quota.max_blocks, quota.max_running)]
+        table.add_row(Text(quota.tenant), f"{quota.used_blocks:,}", f"{quota.guaranteed_blocks:,}", *limits)
+    (console or _console()).print(table)
+
+
 def _console() -> Console:
     console = Console(highlight=False)
     # What is no terminal has no width: a row stays on its line.

@@ -7,7 +7,7 @@ from google.protobuf import json_format
 from rich.console import Console
 
 from cli.calls import plain
-from cli.tables import show_blocks, show_event, show_pins, show_pool, show_prefixes, show_probe, show_sequences
+from cli.tables import show_blocks, show_event, show_pins, show_pool, show_prefixes, show_probe, show_quotas, show_sequences
 from kilburn.v1 import admin_pb2, inference_pb2
 
 POOL = admin_pb2.Pool(
@@ -103,3 +103,13 @@ def test_prefixes_events_probes_and_pins_for_people() -> None:
     text = out.getvalue()
     for part in ("  02020202", "copied", "from 3", "t/[b]/0", "2 events before it are lost", "4, 5", "never", "in 2.0 s"):
         assert part in text
+
+
+def test_quotas_for_people() -> None:
+    console, out = printed()
+    show_quotas(
+        [admin_pb2.Quota(tenant="[b]a", max_blocks=1200, used_blocks=7), admin_pb2.Quota(tenant="b", max_running=3)], console
+    )
+    lines = [line.split() for line in out.getvalue().splitlines()]
+    assert lines[2] == ["[b]a", "│", "7", "│", "0", "│", "1,200", "│", "no", "limit"]
+    assert lines[3] == ["b", "│", "0", "│", "0", "│", "no", "limit", "│", "3"]
