@@ -138,12 +138,12 @@ class Quotas:
     def charge(self, block: int, tenant: str) -> None:
         """Take note that a block is live, and whose it is."""
         used = self._used.get(tenant, 0)
-        self._tenants[block] = tenant
-        self._used[tenant] = used + 1
         if self._quotas:
             assert used < self._limits.get(tenant, used + 1), f"tenant {tenant!r} takes a block beyond its limit"
             if used < self._floors.get(tenant, 0):
                 self.owed -= 1
+        self._tenants[block] = tenant
+        self._used[tenant] = used + 1
 
     def charge_like(self, block: int, other: int) -> None:
         """Take note that a block is live and belongs to the tenant of a live one."""
