@@ -21,6 +21,7 @@ from kilburn.limits import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
 )
+from kilburn.names import TENANT_KEY, fault_of_name, tenant_in
 from kilburn.v1 import inference_pb2 as api
 
 #: Stop strings of one request, and the characters of each: what is held back of a stream is less than one of them.
@@ -29,10 +30,6 @@ MAX_STOP_CHARACTERS: Final = 256
 
 #: How long a request may be kept for Attach.
 MAX_RESUME_SECONDS: Final = 600
-
-#: Whose requests are those without a tenant.
-DEFAULT_TENANT: Final = "default"
-TENANT_KEY: Final = "kilburn-tenant"
 
 _MAX_PENALTY: Final = 2.0
 _MAX_LOGIT_BIAS: Final = 100.0
@@ -103,13 +100,10 @@ def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     Raises:
         CallError: it names one that can't be, or more than one.
     """
-    named = [value for key, value in metadata or () if key == TENANT_KEY]
-    if not named:
-        return DEFAULT_TENANT
-    if len(named) > 1:
-        raise CallError(Code.INVALID_VALUE, f"the metadata names {len(named)} tenants; name one", TENANT_KEY)
-    value = named[0]
-    return _name(value if isinstance(value, str) else value.decode("latin-1"), TENANT_KEY)
+    tenant, fault = tenant_in(metadata)
+    if fault:
+        raise CallError(Code.INVALID_VALUE, fault, TENANT_KEY)
+    return tenant
 
 
 def check(
@@ -355,10 +349,9 @@ def _check_built(request: api.GenerateRequest) -> None:
 
 
 def _name(text: str, field: str) -> str:
-    if not 1 <= len(text) <= MAX_NAME_CHARACTERS:
-        raise _invalid(field, f"has {len(text)} characters; it must have 1 to {MAX_NAME_CHARACTERS}")
-    if not (text.isascii() and text.isprintable()):
-        raise _invalid(field, f"is {quoted(text)}; only printable ASCII is taken")
+    fault = fault_of_name(text)
+    if fault:
+        raise _invalid(field, fault)
     return text
 
 

@@ -23,11 +23,13 @@ from kilburn.log import Logger
 from kilburn.v1 import admin_pb2 as admin
 from kilburn.v1 import admin_pb2_grpc
 from memmgr import views
-from memmgr.calls import ANSWER_SECONDS, Context, abort, caller
+from memmgr.calls import ANSWER_SECONDS, Context, abort, tenant_for
 from memmgr.engine import Engine
 from memmgr.events import Batch, history, read_page
+from memmgr.guard import Guard
 from memmgr.prefix_calls import PrefixCalls
 from memmgr.quota_calls import QuotaCalls
+from memmgr.reasons import Code
 from memmgr.schedule.plans import EndCode
 
 _SERVICE: Final = admin.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -82,7 +84,7 @@ class AdminService(PrefixCalls, QuotaCalls):
 
     async def GetSequence(self, request: admin.GetSequenceRequest, context: Context) -> admin.Sequence:  # noqa: N802
         """One sequence with its whole block table."""
-        tenant = request.tenant or await caller(context)
+        tenant = await tenant_for(context, request.tenant)
 
         def snapshot() -> tuple[views.SequenceSnapshot, list[int]] | None:
             session = self.engine.session
@@ -97,7 +99,7 @@ class AdminService(PrefixCalls, QuotaCalls):
         if found is None:
             await abort(
                 context,
-                grpc.StatusCode.NOT_FOUND,
+                Code.NO_SEQUENCE,
                 f"tenant {tenant!r} has no live request {request.request_id!r} with a sequence {request.index}",
             )
         return views.with_table(*found)
@@ -125,7 +127,7 @@ class AdminService(PrefixCalls, QuotaCalls):
         blocks, batches = await self.ask(context, snapshot)
         found = [] if blocks is None else [block for page in views.block_pages(blocks, 0, 0) for block in page.blocks]
         if not found:
-            await abort(context, grpc.StatusCode.NOT_FOUND, f"there is no block {request.block}")
+            await abort(context, Code.NO_BLOCK, f"there is no block {request.block}", "block")
         events = await asyncio.to_thread(history, batches, request.block, MAX_EVENTS_EXPLAINED, self._incarnation)
         return admin.BlockHistory(block=found[0], events=events)
 
@@ -134,7 +136,7 @@ class AdminService(PrefixCalls, QuotaCalls):
     ) -> AsyncIterator[admin.EventPage]:
         """What happens to blocks, as it happens, for as long as the client listens."""
         if self._watchers >= MAX_WATCHERS:
-            await abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} calls watch the events already")
+            await abort(context, Code.TOO_MANY_WATCHERS, f"{MAX_WATCHERS} calls watch the events already")
         self._watchers += 1
         try:
             async for page in self._watch(request, context):
@@ -147,7 +149,7 @@ class AdminService(PrefixCalls, QuotaCalls):
         last = await self.ask(context, self.engine.take_events)
         if request.cursor > last and not request.from_oldest:
             message = f"the last event is {last}, not {request.cursor} or later: that cursor is from another memory manager"
-            await abort(context, grpc.StatusCode.OUT_OF_RANGE, message)
+            await abort(context, Code.UNKNOWN_CURSOR, message, "cursor")
         cursor, lost = log.oldest - 1 if request.from_oldest else request.cursor or last, 0
         while not self._stopping:
             if log.cursor == cursor:
@@ -158,13 +160,13 @@ class AdminService(PrefixCalls, QuotaCalls):
                 yield page
             else:
                 await asyncio.sleep(0)  # others have their turn
-        await abort(context, grpc.StatusCode.UNAVAILABLE, "the memory manager is stopping")
+        await abort(context, Code.STOPPING, "the memory manager is stopping")
 
     async def CancelRequest(  # noqa: N802
         self, request: admin.CancelRequestRequest, context: Context
     ) -> admin.CancelRequestResponse:
         """End a request; its client gets CANCELLED."""
-        tenant = request.tenant or await caller(context)
+        tenant = await tenant_for(context, request.tenant)
 
         def cancel() -> bool:
             session = self.engine.session
@@ -240,11 +242,12 @@ class AdminServer:
 
     async def _serve(self) -> None:
         server = grpc.aio.server(
+            interceptors=[Guard(_SERVICE, self._log)],
             options=[
                 ("grpc.max_receive_message_length", MAX_GRPC_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_GRPC_MESSAGE_BYTES),
                 ("grpc.so_reuseport", 0),
-            ]
+            ],
         )
         service = AdminService(self._engine)
         admin_pb2_grpc.add_AdminServicer_to_server(service, server)

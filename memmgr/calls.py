@@ -8,12 +8,14 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NoReturn, TypeVar
 
-import grpc
 import grpc.aio
 
 from kilburn.limits import MAX_NAME_CHARACTERS
+from kilburn.names import TENANT_KEY, fault_of_name, tenant_in
+from kilburn.reasons import CallError
 from kilburn.v1 import admin_pb2_grpc
 from memmgr.engine import Engine, EngineBusyError
+from memmgr.reasons import Code
 from memmgr.session import Session
 
 AnswerT = TypeVar("AnswerT")
@@ -38,11 +40,11 @@ class Calls(admin_pb2_grpc.AdminServicer):
         try:
             answer = self.engine.ask(question)
         except EngineBusyError:
-            await abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many admin calls wait; try again")
+            await abort(context, Code.BUSY, "too many admin calls wait; try again")
         try:
             return await asyncio.wait_for(asyncio.wrap_future(answer), ANSWER_SECONDS)
         except TimeoutError:
-            await abort(context, grpc.StatusCode.UNAVAILABLE, "the memory manager does not answer")
+            await abort(context, Code.NO_ANSWER, "the memory manager does not answer")
 
     async def ask_session(self, context: Context, question: Callable[[Session], AnswerT]) -> AnswerT:
         """Have a question about the pool answered between two steps; the call ends where there is none."""
@@ -55,42 +57,46 @@ class Calls(admin_pb2_grpc.AdminServicer):
         try:
             return await self.ask(context, with_session)
         except NoExecutorError:
-            await abort(context, grpc.StatusCode.UNAVAILABLE, "no executor is connected; try again")
+            await abort(context, Code.NOT_SERVING, "no executor is connected; try again")
 
-    async def read_prefix(self, context: Context, token_ids: Iterable[int], **names: str) -> array[int]:
-        """Return the tokens of a request about a prefix; the call ends where they, or a name beside them, are not valid."""
+    async def read_prefix(self, context: Context, token_ids: Iterable[int], cache_salt: str) -> array[int]:
+        """Return the tokens of a request about a prefix; the call ends where they, or the salt beside them, are not valid."""
         tokens = array("I", token_ids)
-        wrong = ""
         if not tokens:
-            wrong = "token_ids is empty"
-        for name, text in names.items():
-            if len(text) > MAX_NAME_CHARACTERS:
-                wrong = f"{name} has {len(text)} characters; at most {MAX_NAME_CHARACTERS} are taken"
-        if not wrong:
-            vocabulary = await self.ask_session(context, lambda session: session.model.vocab_size)
-            if max(tokens) >= vocabulary:
-                wrong = f"token id {max(tokens)} is outside the vocabulary of {vocabulary}"
-        if wrong:
-            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, wrong)
+            await abort(context, Code.EMPTY_PROMPT, "token_ids is empty", "token_ids")
+        if len(cache_salt) > MAX_NAME_CHARACTERS:
+            message = f"cache_salt has {len(cache_salt)} characters; at most {MAX_NAME_CHARACTERS} are taken"
+            await abort(context, Code.INVALID_VALUE, message, "cache_salt")
+        vocabulary = await self.ask_session(context, lambda session: session.model.vocab_size)
+        if max(tokens) >= vocabulary:
+            message = f"token id {max(tokens)} is outside the vocabulary of {vocabulary}"
+            await abort(context, Code.UNKNOWN_TOKEN, message, "token_ids")
         return tokens
 
 
 async def read_ttl(context: Context, seconds: float) -> float:
     """Return a time to live; the call ends where it is none."""
     if not (math.isfinite(seconds) and seconds >= 0):
-        await abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"ttl_seconds is {seconds}; it must be a finite number, 0 or more")
+        message = f"ttl_seconds is {seconds}; it must be a finite number, 0 or more"
+        await abort(context, Code.INVALID_VALUE, message, "ttl_seconds")
     return seconds
 
 
-async def caller(context: Context) -> str:
-    """Return the tenant that a call is made for."""
-    for key, value in context.invocation_metadata() or ():
-        if key == "kilburn-tenant" and isinstance(value, str) and 0 < len(value) <= MAX_NAME_CHARACTERS:
-            return value
-    return "default"
+async def tenant_for(context: Context, named: str) -> str:
+    """Return the tenant that a request names, else the caller's; the call ends where it can't be one."""
+    if not named:
+        tenant, fault = tenant_in(context.invocation_metadata())
+        if fault:
+            await abort(context, Code.INVALID_VALUE, fault, TENANT_KEY)
+        return tenant
+    fault = fault_of_name(named)
+    if fault:
+        await abort(context, Code.INVALID_VALUE, f"tenant {fault}", "tenant")
+    return named
 
 
-async def abort(context: Context, code: grpc.StatusCode, message: str) -> NoReturn:
-    """End a call."""
-    await context.abort(code, message)
+async def abort(context: Context, code: Code, message: str, field: str = "") -> NoReturn:
+    """End a call. `field`: the one of the request that is at fault."""
+    refusal = CallError(code, message, field)
+    await context.abort(code.status, refusal.message, refusal.trailing_metadata)
     raise AssertionError("abort() raises")

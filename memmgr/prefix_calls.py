@@ -5,12 +5,11 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Final
 
-import grpc
-
 from kilburn.limits import MAX_SAMPLES
 from kilburn.v1 import admin_pb2 as admin
-from memmgr.calls import Calls, Context, abort, caller, read_ttl
+from memmgr.calls import Calls, Context, abort, read_ttl, tenant_for
 from memmgr.prefix_views import pin_message, prefix_pages, probe_message, snapshot_tree
+from memmgr.reasons import Code
 from memmgr.schedule.probe import probe
 from memmgr.session import NotCachedError, PinRefusedError, Session
 
@@ -36,11 +35,12 @@ class PrefixCalls(Calls):
         if request.n > MAX_SAMPLES:
             await abort(
                 context,
-                grpc.StatusCode.INVALID_ARGUMENT,
+                Code.INVALID_VALUE,
                 f"n is {request.n}; at most {MAX_SAMPLES} sequences are made of one prompt",
+                "n",
             )
-        tenant = request.tenant or await caller(context)
-        tokens = await self.read_prefix(context, request.token_ids, tenant=tenant, cache_salt=request.cache_salt)
+        tenant = await tenant_for(context, request.tenant)
+        tokens = await self.read_prefix(context, request.token_ids, request.cache_salt)
 
         def dry_run(session: Session) -> admin.ProbeResponse:
             found = probe(session.scheduler, tenant, request.cache_salt, tokens, request.max_tokens, max(1, request.n))
@@ -50,9 +50,9 @@ class PrefixCalls(Calls):
 
     async def PinPrefix(self, request: admin.PinPrefixRequest, context: Context) -> admin.Pin:  # noqa: N802
         """Keep what is cached of a prefix."""
-        tenant = request.tenant or await caller(context)
+        tenant = await tenant_for(context, request.tenant)
         ttl_seconds = await read_ttl(context, request.ttl_seconds)
-        tokens = await self.read_prefix(context, request.token_ids, tenant=tenant, cache_salt=request.cache_salt)
+        tokens = await self.read_prefix(context, request.token_ids, request.cache_salt)
 
         def pin(session: Session) -> admin.Pin:
             now = time.monotonic()
@@ -62,9 +62,9 @@ class PrefixCalls(Calls):
         try:
             return await self.ask_session(context, pin)
         except NotCachedError as error:
-            await abort(context, grpc.StatusCode.NOT_FOUND, str(error))
+            await abort(context, Code.NOT_CACHED, str(error))
         except PinRefusedError as error:
-            await abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            await abort(context, Code.TOO_MUCH_PINNED, str(error))
 
     async def UnpinPrefix(self, request: admin.UnpinPrefixRequest, context: Context) -> admin.UnpinPrefixResponse:  # noqa: N802
         """End a pin."""
@@ -78,7 +78,7 @@ class PrefixCalls(Calls):
             return any(pins.unpin(number) for number in numbers)
 
         if not await self.ask(context, unpin):
-            await abort(context, grpc.StatusCode.NOT_FOUND, f"there is no pin {request.pin_id!r}; it may have expired")
+            await abort(context, Code.NO_PIN, f"there is no pin {request.pin_id!r}; it may have expired", "pin_id")
         return admin.UnpinPrefixResponse()
 
     async def ListPins(self, request: admin.ListPinsRequest, context: Context) -> AsyncIterator[admin.Pin]:  # noqa: N802

@@ -2,13 +2,11 @@
 
 from collections.abc import AsyncIterator
 
-import grpc
-
-from kilburn.limits import MAX_NAME_CHARACTERS
 from kilburn.v1 import admin_pb2 as admin
-from memmgr.calls import Calls, Context, abort
+from memmgr.calls import Calls, Context, abort, tenant_for
 from memmgr.core.quotas import Quota
 from memmgr.engine import TooManyQuotasError
+from memmgr.reasons import Code
 from memmgr.session import QuotaRefusedError, Session
 
 
@@ -17,9 +15,12 @@ class QuotaCalls(Calls):
 
     async def SetQuota(self, request: admin.Quota, context: Context) -> admin.Quota:  # noqa: N802
         """Set one tenant's quota in place of the one before; one that says nothing takes it away."""
-        wrong = _fault(request)
-        if wrong:
-            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, wrong)
+        if not request.tenant:
+            await abort(context, Code.INVALID_VALUE, "tenant is empty; a quota is one tenant's", "tenant")
+        await tenant_for(context, request.tenant)
+        if request.max_blocks and request.guaranteed_blocks > request.max_blocks:
+            message = f"guaranteed_blocks is {request.guaranteed_blocks}; no more can be than max_blocks, {request.max_blocks}"
+            await abort(context, Code.INVALID_VALUE, message, "guaranteed_blocks")
         quota = Quota(request.tenant, request.max_blocks, request.guaranteed_blocks, request.max_running)
 
         def put(session: Session) -> admin.Quota:
@@ -29,9 +30,9 @@ class QuotaCalls(Calls):
         try:
             return await self.ask_session(context, put)
         except QuotaRefusedError as error:
-            await abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            await abort(context, Code.TOO_MUCH_GUARANTEED, str(error))
         except TooManyQuotasError as error:
-            await abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            await abort(context, Code.TOO_MANY_QUOTAS, str(error))
 
     async def ListQuotas(self, request: admin.ListQuotasRequest, context: Context) -> AsyncIterator[admin.Quota]:  # noqa: N802
         """All quotas, by tenant, with what is in use now."""
@@ -41,17 +42,6 @@ class QuotaCalls(Calls):
 
         for quota in await self.ask(context, quotas):
             yield quota
-
-
-def _fault(quota: admin.Quota) -> str:
-    """Return what is wrong with a quota; empty where nothing is."""
-    if not quota.tenant:
-        return "tenant is empty; a quota is one tenant's"
-    if len(quota.tenant) > MAX_NAME_CHARACTERS:
-        return f"tenant has {len(quota.tenant)} characters; at most {MAX_NAME_CHARACTERS} are taken"
-    if quota.max_blocks and quota.guaranteed_blocks > quota.max_blocks:
-        return f"guaranteed_blocks is {quota.guaranteed_blocks} and max_blocks {quota.max_blocks}; no more can be guaranteed"
-    return ""
 
 
 def _message(quota: Quota, session: Session | None) -> admin.Quota:

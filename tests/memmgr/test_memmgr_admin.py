@@ -474,12 +474,6 @@ def test_readers_that_go_away_do_no_harm(stub: admin_pb2_grpc.AdminStub, house: 
 # ------------------------------------------------------------------------------------------------------ the server
 
 
-def test_what_is_not_built_says_so(stub: admin_pb2_grpc.AdminStub) -> None:
-    with pytest.raises(grpc.RpcError) as raised:
-        stub.SetQuota(admin.Quota(), timeout=PATIENCE_SECONDS)
-    assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
 def test_health(address: Address) -> None:
     with grpc.insecure_channel(str(address)) as channel:
         health = health_pb2_grpc.HealthStub(channel)
