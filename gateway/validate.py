@@ -356,7 +356,9 @@ def _name(text: str, field: str) -> str:
 
 
 def _in_range(field: str, value: float, is_inside: bool, range_in_words: str) -> float:
-    if not (is_inside and math.isfinite(value)):
+    if not math.isfinite(value):
+        raise _invalid(field, f"is {value:g}; it must be finite")
+    if not is_inside:
         raise _invalid(field, f"is {value:g}; it must be {range_in_words}")
     return value
 

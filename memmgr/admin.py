@@ -23,7 +23,7 @@ from kilburn.log import Logger
 from kilburn.v1 import admin_pb2 as admin
 from kilburn.v1 import admin_pb2_grpc
 from memmgr import views
-from memmgr.calls import ANSWER_SECONDS, Context, abort, tenant_for
+from memmgr.calls import ANSWER_SECONDS, Context, abort, check_enum, tenant_for
 from memmgr.engine import Engine
 from memmgr.events import Batch, history, read_page
 from memmgr.guard import Guard
@@ -65,6 +65,7 @@ class AdminService(PrefixCalls, QuotaCalls):
         self, request: admin.ListSequencesRequest, context: Context
     ) -> AsyncIterator[admin.SequencePage]:
         """All live sequences, in pages."""
+        await check_enum(context, [request.state], admin.SequenceState.DESCRIPTOR, "state")
 
         def snapshot() -> tuple[int, list[tuple[views.SequenceSnapshot, list[int]]]]:
             return self.engine.take_events(), [
@@ -108,6 +109,7 @@ class AdminService(PrefixCalls, QuotaCalls):
         self, request: admin.ListBlocksRequest, context: Context
     ) -> AsyncIterator[admin.BlockPage]:
         """The pool's blocks, in pages, all of one instant."""
+        await check_enum(context, [request.state], admin.BlockState.DESCRIPTOR, "state")
         snapshot = await self.ask(
             context, lambda: views.snapshot_blocks(self.engine, request.first, request.limit, time.monotonic())
         )
@@ -135,6 +137,7 @@ class AdminService(PrefixCalls, QuotaCalls):
         self, request: admin.WatchEventsRequest, context: Context
     ) -> AsyncIterator[admin.EventPage]:
         """What happens to blocks, as it happens, for as long as the client listens."""
+        await check_enum(context, set(request.kinds), admin.EventKind.DESCRIPTOR, "kinds")
         if self._watchers >= MAX_WATCHERS:
             await abort(context, Code.TOO_MANY_WATCHERS, f"{MAX_WATCHERS} calls watch the events already")
         self._watchers += 1

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, NoReturn, TypeVar
 
 import grpc.aio
+from google.protobuf.descriptor import EnumDescriptor
 
 from kilburn.limits import MAX_NAME_CHARACTERS
 from kilburn.names import TENANT_KEY, fault_of_name, tenant_in
@@ -93,6 +94,15 @@ async def tenant_for(context: Context, named: str) -> str:
     if fault:
         await abort(context, Code.INVALID_VALUE, f"tenant {fault}", "tenant")
     return named
+
+
+async def check_enum(context: Context, values: Iterable[int], kind: EnumDescriptor, field: str) -> None:
+    """End the call where a value is none of an enum's: proto3 carries any number."""
+    known = kind.values_by_number
+    for value in values:
+        if value not in known:
+            message = f"{field} is {value}; {kind.name} has {min(known)} to {max(known)}"
+            await abort(context, Code.INVALID_VALUE, message, field)
 
 
 async def abort(context: Context, code: Code, message: str, field: str = "") -> NoReturn:

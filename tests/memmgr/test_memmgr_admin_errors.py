@@ -126,3 +126,14 @@ def test_methods_of_other_services_are_left_alone(address: Address) -> None:
         with pytest.raises(grpc.RpcError) as raised:
             unknown(b"", timeout=PATIENCE_SECONDS)
         assert raised.value.code() is Status.UNIMPLEMENTED
+
+
+def test_an_enum_value_that_there_is_not(stub: Stub) -> None:
+    for call, expected in (
+        (lambda: list(stub.ListSequences(admin.ListSequencesRequest(state=99))), ("state", "SequenceState has 0 to 5")),  # type: ignore[arg-type]
+        (lambda: list(stub.ListBlocks(admin.ListBlocksRequest(state=-7))), ("state", "state is -7; BlockState has 0 to 3")),  # type: ignore[arg-type]
+        (lambda: list(stub.WatchEvents(admin.WatchEventsRequest(kinds=[1, 77]))), ("kinds", "kinds is 77")),  # type: ignore[list-item]
+    ):
+        status, code, field, message = refusal(call)
+        assert (status, code, field) == (Status.INVALID_ARGUMENT, "invalid-value", expected[0])
+        assert expected[1] in message
