@@ -5,7 +5,7 @@ from typing import Final
 
 import click
 
-from cli.calls import admin_command, plain, plain_list, print_json
+from cli.calls import admin_client, admin_command, plain, plain_list, print_json
 
 _SEQUENCE_STATES: Final = ("waiting", "prefill", "decode", "swapped", "finished")
 _BLOCK_STATES: Final = ("free", "live", "cached")
@@ -15,9 +15,7 @@ _BLOCK_STATES: Final = ("free", "live", "cached")
 @admin_command
 def pool(admin_server: str, tenant: str, as_json: bool) -> None:
     """Show the pool and the counters."""
-    from kilburn.client import AdminClient
-
-    with AdminClient(admin_server, tenant) as client:
+    with admin_client(admin_server, tenant) as client:
         answer = client.pool()
     if as_json:
         print_json(plain(answer))
@@ -47,11 +45,10 @@ def sequences(
     """Show the sequences and their block tables."""
     if request_id is not None and state is not None:
         raise click.UsageError("--request-id and --state exclude each other")
-    from kilburn.client import AdminClient
     from kilburn.v1.admin_pb2 import SequenceState
 
     wanted = SequenceState.Value(f"SEQUENCE_STATE_{(state or 'unspecified').upper()}")
-    with AdminClient(admin_server, tenant) as client:
+    with admin_client(admin_server, tenant) as client:
         if request_id is not None:
             found = [client.sequence(request_id, index, of_tenant)]
         else:
@@ -72,11 +69,10 @@ def sequences(
 @click.option("--limit", type=click.IntRange(0), default=0, help="At most so many; 0: all.")
 def blocks(admin_server: str, tenant: str, as_json: bool, state: str | None, min_references: int, first: int, limit: int) -> None:
     """Show the physical blocks and their holders."""
-    from kilburn.client import AdminClient
     from kilburn.v1.admin_pb2 import BlockState
 
     wanted = BlockState.Value(f"BLOCK_STATE_{(state or 'unspecified').upper()}")
-    with AdminClient(admin_server, tenant) as client:
+    with admin_client(admin_server, tenant) as client:
         found = client.blocks(wanted, min_references, first, limit)
     if as_json:
         print_json(plain_list(found))
@@ -96,16 +92,15 @@ def verify(admin_server: str, tenant: str, as_json: bool, with_executor: bool) -
 
     Exits with 1 where one does not hold.
     """
-    from kilburn.client import AdminClient
-
-    with AdminClient(admin_server, tenant) as client:
+    with admin_client(admin_server, tenant) as client:
         answer = client.verify(with_executor)
     if as_json:
         print_json(plain(answer))
     else:
         for fault in answer.faults:
             click.echo(fault)
-        click.echo(f"{answer.checks} checks, {len(answer.faults)} faults")
+        scope = "the executor's view compared" if with_executor else "the executor not asked"
+        click.echo(f"{answer.checks} checks, {len(answer.faults)} faults; {scope}")
     if not answer.ok:
         sys.exit(1)
 
@@ -119,9 +114,7 @@ def cancel(request_id: str, of_tenant: str, admin_server: str, tenant: str, as_j
 
     Exits with 1 where there is none of that id.
     """
-    from kilburn.client import AdminClient
-
-    with AdminClient(admin_server, tenant) as client:
+    with admin_client(admin_server, tenant) as client:
         answer = client.cancel_request(request_id, of_tenant)
     if as_json:
         print_json(plain(answer))

@@ -1,15 +1,19 @@
 """What the client commands have in common: where the server is, who asks, and answers as JSON."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from cli.options import DEFAULT_ADMIN, DEFAULT_SERVER, Decorator, flag, together
+from kilburn.errors import KilburnError
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
+
+    from kilburn.client import AdminClient, Client
 
 server_option: Final = flag("--server", default=DEFAULT_SERVER, help="The gateway's address.")
 admin_option: Final = flag("--admin-server", default=DEFAULT_ADMIN, help="memmgr's address.")
@@ -19,6 +23,10 @@ json_option: Final[Decorator] = click.option("--json", "as_json", is_flag=True, 
 
 #: The flags of all commands that ask memmgr: `admin_server`, `tenant`, `as_json`.
 admin_command: Final = together(admin_option, tenant_option, json_option)
+
+
+class UnreachableError(KilburnError):
+    """No server answers."""
 
 
 def print_json(value: object) -> None:
@@ -55,3 +63,44 @@ def _with_number(value: object, field: Any) -> object:  # noqa: ANN401 - descrip
     if field.cpp_type in (field.CPPTYPE_INT64, field.CPPTYPE_UINT64):
         return int(str(value))
     return value
+
+
+@contextmanager
+def admin_client(target: str, tenant: str) -> "Iterator[AdminClient]":
+    """Give a client of the memory manager; where nothing answers there, say so in a line."""
+    from kilburn.client import AdminClient
+
+    with AdminClient(target, tenant) as client, _told_where(target, "memory manager", "--admin-server"):
+        yield client
+
+
+@contextmanager
+def gateway_client(target: str, tenant: str) -> "Iterator[Client]":
+    """Give a client of the gateway; where nothing answers there, say so in a line."""
+    from kilburn.client import Client
+
+    with Client(target, tenant) as client, _told_where(target, "gateway", "--server"):
+        yield client
+
+
+@contextmanager
+def _told_where(target: str, service: str, option: str) -> "Iterator[None]":
+    """Turn the failure to reach a server into one line.
+
+    Raises:
+        UnreachableError: instead of gRPC's own error, where no server of ours has answered.
+    """
+    import grpc
+
+    from kilburn.reasons import ERROR_KEY
+
+    try:
+        yield
+    except grpc.RpcError as error:
+        call: Any = error  # it is grpc's Call as well
+        ours = any(key == ERROR_KEY for key, _ in call.trailing_metadata() or ())
+        if call.code() is not grpc.StatusCode.UNAVAILABLE or ours:
+            raise
+        raise UnreachableError(
+            f"no {service} answers at {target}; `kilburn up` starts one, {option} says where another one is"
+        ) from error

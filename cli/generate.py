@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from cli.calls import json_option, plain, print_json, server_option, tenant_option
+from cli.calls import gateway_client, json_option, plain, print_json, server_option, tenant_option
 from cli.options import together
 from kilburn.limits import MAX_BEAM_WIDTH, MAX_SAMPLES
 
@@ -22,9 +22,9 @@ _MAX_INPUT_CHARACTERS: Final = 4 * 1024 * 1024
 
 _sampling_options: Final = together(
     click.option("--temperature", type=float, help="0 is greedy."),
-    click.option("--top-p", type=float),
-    click.option("--top-k", type=int),
-    click.option("--min-p", type=float),
+    click.option("--top-p", type=float, help="Only the likeliest tokens that together have this probability; 1: all."),
+    click.option("--top-k", type=int, help="Only so many of the likeliest tokens; 0 or -1: all."),
+    click.option("--min-p", type=float, help="Only tokens with this share of the likeliest one's probability; 0: all."),
     click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Same seed, same tokens."),
 )
 
@@ -35,9 +35,9 @@ _many_options: Final = together(
 )
 
 _stopping_options: Final = together(
-    click.option("--max-tokens", type=click.IntRange(0, 2**32 - 1), default=0, help="0: up to the context length."),
+    click.option("--max-tokens", type=click.IntRange(0, 2**32 - 1), default=0, help="At most so many; 0: to the context's end."),
     click.option("--stop", multiple=True, help="A string that ends the answer; may be repeated."),
-    click.option("--stop-token-id", "stop_token_ids", type=click.IntRange(0, 2**32 - 1), multiple=True),
+    click.option("--stop-token-id", "stop_token_ids", type=click.IntRange(0, 2**32 - 1), multiple=True, help="Ends the answer."),
     click.option("--ignore-eos", is_flag=True, help="Go on after an end of sequence."),
     click.option("--include-stop", is_flag=True, help="Keep what ended the answer."),
 )
@@ -45,7 +45,7 @@ _stopping_options: Final = together(
 _output_options: Final = together(
     click.option("--logprobs", type=click.IntRange(0, 20), help="With so many alternatives; shown by --json."),
     click.option("--echo", is_flag=True, help="The prompt's text first."),
-    click.option("--keep-special-tokens", is_flag=True),
+    click.option("--keep-special-tokens", is_flag=True, help="Show them in the text."),
 )
 
 
@@ -73,11 +73,9 @@ def generate(text: str, chat: bool, system: str | None, server: str, tenant: str
         raise click.UsageError("--system needs --chat")
     if text == "-":
         text = sys.stdin.read(_MAX_INPUT_CHARACTERS)
-    from kilburn.client import Client
-
     deadline = fields.pop("deadline")
     request = _request(text, chat, system, fields)
-    with Client(server, tenant) as client:
+    with gateway_client(server, tenant) as client:
         stream = client.generate(request, timeout=deadline)
         try:
             reasons = _collect(stream, request.n) if as_json else _print(stream, request.n)

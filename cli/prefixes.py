@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from cli.calls import admin_command, plain, plain_list, print_json, server_option
+from cli.calls import admin_client, admin_command, gateway_client, plain, plain_list, print_json, server_option
 from cli.options import together
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ def prefixes(
     admin_server: str, tenant: str, as_json: bool, of_tenant: str, max_depth: int, max_nodes: int, with_tokens: bool
 ) -> None:
     """Show the tree of cached prefixes."""
-    from kilburn.client import AdminClient
-
-    with AdminClient(admin_server, tenant) as client:
+    with admin_client(admin_server, tenant) as client:
         nodes = client.prefixes(of_tenant, max_depth, max_nodes, with_tokens)
     if as_json:
         print_json(plain_list(nodes))
@@ -67,11 +65,10 @@ def events(admin_server: str, tenant: str, as_json: bool, cursor: int, from_olde
     --json prints one object a line.
     """
     from cli.tables import show_event
-    from kilburn.client import AdminClient
     from kilburn.v1.admin_pb2 import EventKind
 
     wanted = [EventKind.Value(f"EVENT_KIND_{kind.upper()}") for kind in kinds]
-    with AdminClient(admin_server, tenant) as client:
+    with admin_client(admin_server, tenant) as client:
         for event in client.events(cursor, from_oldest, wanted):
             if as_json:
                 print_json(plain(event))
@@ -84,9 +81,7 @@ def events(admin_server: str, tenant: str, as_json: bool, cursor: int, from_olde
 @admin_command
 def explain(block: int, admin_server: str, tenant: str, as_json: bool) -> None:
     """Show why a block is alive, or why it was evicted."""
-    from kilburn.client import AdminClient
-
-    with AdminClient(admin_server, tenant) as client:
+    with admin_client(admin_server, tenant) as client:
         history = client.explain(block)
     if as_json:
         print_json(plain(history))
@@ -118,10 +113,8 @@ def probe(
     as_json: bool,
 ) -> None:
     """Ask whether a prompt would fit now, and what it would evict; nothing is changed."""
-    from kilburn.client import AdminClient
-
     tokens = _tokens(text, ids, server, tenant)
-    with AdminClient(admin_server, tenant) as client:
+    with admin_client(admin_server, tenant) as client:
         answer = client.probe(tokens, max_tokens, n, of_tenant, cache_salt)
     if as_json:
         print_json(plain(answer))
@@ -152,10 +145,8 @@ def pins(
     """Show the pins; with --text or --ids, pin what is cached of that prefix first."""
     if unpin is not None and (text is not None or ids is not None):
         raise click.UsageError("--unpin excludes --text and --ids")
-    from kilburn.client import AdminClient
-
     tokens = _tokens(text, ids, server, tenant) if text is not None or ids is not None else []
-    with AdminClient(admin_server, tenant) as client:
+    with admin_client(admin_server, tenant) as client:
         if unpin is not None:
             client.unpin(unpin)
         found = [client.pin(tokens, ttl, of_tenant, cache_salt)] if tokens else client.pins()
@@ -172,8 +163,6 @@ def _tokens(text: str | None, ids: list[int] | None, server: str, tenant: str) -
         raise click.UsageError("one of --text and --ids is needed")
     if ids is not None:
         return ids
-    from kilburn.client import Client
-
     assert text is not None
-    with Client(server, tenant) as client:
+    with gateway_client(server, tenant) as client:
         return client.tokenize(text)

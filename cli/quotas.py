@@ -2,7 +2,7 @@
 
 import click
 
-from cli.calls import admin_command, plain, plain_list, print_json
+from cli.calls import admin_client, admin_command, plain, plain_list, print_json
 
 _COUNT = click.IntRange(0, 2**32 - 1)
 
@@ -14,9 +14,7 @@ def quotas(context: click.Context, admin_server: str, tenant: str, as_json: bool
     """Show the tenants' quotas and what they use, or set one."""
     if context.invoked_subcommand is not None:
         return
-    from kilburn.client import AdminClient
-
-    with AdminClient(admin_server, tenant) as client:
+    with admin_client(admin_server, tenant) as client:
         found = client.quotas()
     if as_json:
         print_json(plain_list(found))
@@ -44,9 +42,7 @@ def set_quota(
     """Set a tenant's quota in place of the one before; one that is 0 in all is taken away."""
     if max_blocks is guaranteed_blocks is max_running is None:
         raise click.UsageError("one of --max-blocks, --guaranteed-blocks and --max-running is needed")
-    from kilburn.client import AdminClient
-
-    with AdminClient(admin_server, tenant) as client:
+    with admin_client(admin_server, tenant) as client:
         quota = client.set_quota(of_tenant, max_blocks or 0, guaranteed_blocks or 0, max_running or 0)
     if as_json:
         print_json(plain(quota))

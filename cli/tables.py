@@ -23,7 +23,9 @@ def show_pool(pool: admin_pb2.Pool, console: Console | None = None) -> None:
         "cached": f"{pool.cached_blocks:,} ({pool.pinned_blocks:,} pinned)",
         "tokens": f"{pool.live_tokens:,} held, {pool.logical_tokens:,} with shared ones counted for each holder",
         "utilization": f"{pool.utilization:.1%} of the live blocks' slots; reserving ahead would give "
-        f"{pool.contiguous_utilization:.1%}",
+        f"{pool.contiguous_utilization:.1%}"
+        if pool.live_blocks
+        else "-",
         "sequences": f"{pool.running:,} running, {pool.waiting:,} waiting, {pool.swapped:,} swapped",
         "connected": f"executor {'yes' if pool.executor_connected else 'no'}, gateways {pool.gateways_connected}",
         "step": f"{pool.step:,}",
@@ -62,7 +64,7 @@ def show_sequences(sequences: Sequence[admin_pb2.Sequence], console: Console | N
             f"{sequence.age_seconds:.1f} s",
         )
     console = console or _console()
-    console.print(table)
+    console.print(table if sequences else "no sequences")
     for sequence in sequences:
         if sequence.table:
             console.print()

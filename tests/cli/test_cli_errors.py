@@ -5,8 +5,10 @@ import sys
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
+import click
 import pytest
 
+from cli.main import kilburn as every_command
 from cli.main import main
 from tests.cli.cli_help import ROOT, kilburn
 
@@ -119,7 +121,15 @@ def test_a_model_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_no_server(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     status, line = said(capsys, *command, "--admin-server", "127.0.0.1:1")
     assert status == 1
-    assert line.startswith("kilburn: UNAVAILABLE: ")
+    assert line == (
+        "kilburn: no memory manager answers at 127.0.0.1:1; `kilburn up` starts one, --admin-server says where another one is\n"
+    )
+
+
+def test_no_gateway(capsys: pytest.CaptureFixture[str]) -> None:
+    status, line = said(capsys, "generate", "hello", "--server", "127.0.0.1:1")
+    assert status == 1
+    assert line.startswith("kilburn: no gateway answers at 127.0.0.1:1; ")
 
 
 def test_help_is_quick_and_complete() -> None:
@@ -138,3 +148,11 @@ def test_memmgr_needs_neither_torch_nor_the_other_services() -> None:
     modules = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     assert "memmgr.service" in modules
     assert not {"torch", "transformers", "numpy", "gateway", "executor"} & set(modules)
+
+
+def test_every_option_says_what_it_does() -> None:
+    context = click.Context(every_command)
+    commands = [every_command.get_command(context, name) for name in every_command.list_commands(context)]
+    options = [(command.name, one) for command in commands if command for one in command.params if isinstance(one, click.Option)]
+    assert len(options) > 100
+    assert [(name, option.opts) for name, option in options if not option.help] == []

@@ -66,6 +66,14 @@ def test_the_pool_for_people() -> None:
         assert word in text
 
 
+def test_where_there_is_nothing() -> None:
+    console, out = printed()
+    show_sequences([], console)
+    assert out.getvalue() == "no sequences\n"
+    show_pool(admin_pb2.Pool(total_blocks=4, free_blocks=4, utilization=1, contiguous_utilization=1), console)
+    assert ["utilization", "│", "-"] in [line.split() for line in out.getvalue().splitlines()]
+
+
 def test_a_block_table_for_people_takes_no_markup_from_a_request() -> None:
     console, out = printed()
     show_sequences([SEQUENCE], console)

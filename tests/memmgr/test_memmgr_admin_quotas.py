@@ -163,3 +163,13 @@ def test_the_command(server: list[str]) -> None:
     assert [line.split() for line in run().splitlines()][-1] == ["acme", "│", "0", "│", "0", "│", "no", "limit", "│", "4"]
     run("set", "acme", "--max-running", "0")
     assert run("--json") == "[]\n"
+
+
+def test_verify_says_whether_the_executor_was_compared(server: list[str]) -> None:
+    for words, said in (
+        ([], "the executor's view compared"),
+        (["--without-executor"], "the executor not asked"),
+    ):
+        done = CliRunner().invoke(kilburn, ["verify", *words, *server])
+        assert done.exit_code == 0
+        assert said in done.output
