@@ -24,7 +24,7 @@ from kilburn.config import ExecutorConfig
 from kilburn.errors import StartError
 from kilburn.limits import HEARTBEAT_INTERVAL_SECONDS, HELLO_INTERVAL_SECONDS, PROTOCOL
 from kilburn.log import Logger
-from kilburn.v1.engine_pb2 import ExecutorHello, Inspect, StepPlan, StepResult
+from kilburn.v1.engine_pb2 import ExecutorHello, Goodbye, Inspect, StepPlan, StepResult
 from kilburn.wire.endpoints import lock
 from kilburn.wire.envelope import new_incarnation
 from kilburn.wire.link import Link
@@ -110,6 +110,8 @@ class Service:
             self._follow_link()
             if not beats.alive:
                 raise ExecutorError("the heartbeat thread has ended")
+        if self._link.connected:
+            self._send(self._link.seal(Goodbye(), time.monotonic()))
 
     def _drain(self) -> None:
         for _ in range(_MAX_DRAINED):
@@ -150,7 +152,10 @@ class Service:
         if self._link.losses != self._losses:
             self._losses = self._link.losses
             self._runner.reset()
-            self._log.warning("memmgr is lost; its sequences are forgotten")
+            if self._link.left:
+                self._log.info("memmgr has left; its sequences are forgotten")
+            else:
+                self._log.warning("memmgr is lost; its sequences are forgotten")
         if self._link.peer != self._progress.peer:
             self._progress.peer = self._link.peer
             if self._link.connected:

@@ -176,6 +176,11 @@ class Engine:
             self._tend()
             await asyncio.sleep(0)  # a poll that finds frames at once does not give way
 
+    def say_goodbye(self) -> None:
+        """Tell the memory manager that this gateway stops, in order."""
+        if self._link.connected:
+            self._post(wire.Goodbye())
+
     async def _drain(self) -> None:
         for _ in range(_MAX_DRAINED):
             try:
@@ -256,7 +261,10 @@ class Engine:
         if self._link.losses == self._losses:
             return
         self._losses = self._link.losses
-        self._logger.warning("lost the memory manager", open_requests=self.live)
+        if self._link.left:
+            self._logger.info("the memory manager has left", open_requests=self.live)
+        else:
+            self._logger.warning("lost the memory manager", open_requests=self.live)
         self._by_handle.clear()  # a memory manager that was silent only ends them itself at our next hello
         self._outbox.clear()
         self._state = None

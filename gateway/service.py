@@ -180,7 +180,10 @@ class Gateway:
             engine = Engine(socket, link, text.fingerprint, text.tokens, time.monotonic, self._logger, self._changed.set)
             self._inference.backend = Backend(text, engine)
             self._changed.set()
-            await engine.run()
+            try:
+                await engine.run()
+            finally:
+                engine.say_goodbye()
         finally:
             socket.close()
             context.term()

@@ -162,8 +162,12 @@ class Engine:
             self.take_events()
             if self._journal is not None:
                 self._journal.flush()  # the plans have left: the executor does not wait for a disk
-        self._lose_executor("the memory manager is stopping")
+        if self.session is not None:
+            self._executors.send(self.session.incarnation, engine.Goodbye())
+        self._lose_executor("the memory manager is stopping", in_order=True)
         self._flush()
+        for gateway in list(self._gateway_states):
+            self._gateways.send(gateway, engine.Goodbye())
 
     def close(self) -> None:
         """Close the sockets."""
@@ -243,6 +247,8 @@ class Engine:
                 session.hear_heartbeat(body, now)
             elif isinstance(body, engine.Inspection):
                 session.take_inspection(body)
+            elif isinstance(body, engine.Goodbye):
+                self._lose_executor("the executor has stopped", in_order=True)
         except MessageError as error:
             self._lose_executor(str(error))
 
@@ -308,12 +314,15 @@ class Engine:
         self._lose_executor("the executor has gone")
         return False
 
-    def _lose_executor(self, reason: str) -> None:
-        """End the session and every request in it."""
+    def _lose_executor(self, reason: str, *, in_order: bool = False) -> None:
+        """End the session and every request in it. `in_order`: one of the two has stopped as it should."""
         session = self.session
         if session is None:
             return
-        self._log.warning("executor lost", reason=reason, requests=len(session.scheduler.running))
+        if in_order:
+            self._log.info("executor left", reason=reason, requests=len(session.scheduler.running))
+        else:
+            self._log.warning("executor lost", reason=reason, requests=len(session.scheduler.running))
         self._executors.drop(session.incarnation)
         session.scheduler.abandon(EndCode.UNAVAILABLE, f"{reason}; try again", time.monotonic())
         session.close(reason)
@@ -365,6 +374,8 @@ class Engine:
         state.heard = now
         if isinstance(body, engine.Submit):
             self._submit(gateway, body, now)
+        elif isinstance(body, engine.Goodbye):
+            self._lose_gateway(gateway, "the gateway has stopped", in_order=True)
         elif self.session is None:
             return
         elif isinstance(body, engine.Cancel):
@@ -431,9 +442,12 @@ class Engine:
         if not self._gateways.send(gateway, body):
             self._lose_gateway(gateway, "it has gone, or does not read what it is sent")
 
-    def _lose_gateway(self, gateway: int, reason: str) -> None:
-        """End all requests of a gateway: nobody reads them any more."""
-        self._log.warning("gateway lost", reason=reason)
+    def _lose_gateway(self, gateway: int, reason: str, *, in_order: bool = False) -> None:
+        """End all requests of a gateway: nobody reads them any more. `in_order`: it has stopped as it should."""
+        if in_order:
+            self._log.info("gateway left", reason=reason)
+        else:
+            self._log.warning("gateway lost", reason=reason)
         del self._gateway_states[gateway]
         self._gateways.drop(gateway)
         if self.session is None:

@@ -4,10 +4,10 @@ isort:skip_file
 What travels over ZeroMQ between the three processes. Nothing here is public: all three are of one version, and a
 peer of another version is refused at its hello.
 
-    gateway  ── GatewayHello, Submit, Cancel, Finish, Heartbeat ──▶  memmgr
-    gateway  ◀── Welcome, TokenBatch, ModelState, Heartbeat, Fenced ── memmgr
-    executor ── ExecutorHello, StepResult, Inspection, ExecutorHeartbeat ──▶ memmgr
-    executor ◀── Welcome, StepPlan, Inspect, Heartbeat, Fenced ──     memmgr
+    gateway  ── GatewayHello, Submit, Cancel, Finish, Heartbeat, Goodbye ──▶  memmgr
+    gateway  ◀── Welcome, TokenBatch, ModelState, Heartbeat, Fenced, Goodbye ── memmgr
+    executor ── ExecutorHello, StepResult, Inspection, ExecutorHeartbeat, Goodbye ──▶ memmgr
+    executor ◀── Welcome, StepPlan, Inspect, Heartbeat, Fenced, Goodbye ──     memmgr
 
 memmgr binds, the others connect. Every message is one Envelope in one ZeroMQ frame.
 """
@@ -82,6 +82,7 @@ class Envelope(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     WELCOME_FIELD_NUMBER: _builtins.int
     FENCED_FIELD_NUMBER: _builtins.int
+    GOODBYE_FIELD_NUMBER: _builtins.int
     GATEWAY_HELLO_FIELD_NUMBER: _builtins.int
     SUBMIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
@@ -104,6 +105,8 @@ class Envelope(_message.Message):
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
     def fenced(self) -> Global___Fenced: ...
+    @_builtins.property
+    def goodbye(self) -> Global___Goodbye: ...
     @_builtins.property
     def gateway_hello(self) -> Global___GatewayHello: ...
     @_builtins.property
@@ -137,6 +140,7 @@ class Envelope(_message.Message):
         heartbeat: Global___Heartbeat | None = ...,
         welcome: Global___Welcome | None = ...,
         fenced: Global___Fenced | None = ...,
+        goodbye: Global___Goodbye | None = ...,
         gateway_hello: Global___GatewayHello | None = ...,
         submit: Global___Submit | None = ...,
         cancel: Global___Cancel | None = ...,
@@ -150,11 +154,11 @@ class Envelope(_message.Message):
         step_plan: Global___StepPlan | None = ...,
         inspect: Global___Inspect | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel", b"cancel", "executor_heartbeat", b"executor_heartbeat", "executor_hello", b"executor_hello", "fenced", b"fenced", "finish", b"finish", "gateway_hello", b"gateway_hello", "heartbeat", b"heartbeat", "inspect", b"inspect", "inspection", b"inspection", "model_state", b"model_state", "step_plan", b"step_plan", "step_result", b"step_result", "submit", b"submit", "token_batch", b"token_batch", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel", b"cancel", "executor_heartbeat", b"executor_heartbeat", "executor_hello", b"executor_hello", "fenced", b"fenced", "finish", b"finish", "gateway_hello", b"gateway_hello", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "inspect", b"inspect", "inspection", b"inspection", "model_state", b"model_state", "step_plan", b"step_plan", "step_result", b"step_result", "submit", b"submit", "token_batch", b"token_batch", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel", b"cancel", "executor_heartbeat", b"executor_heartbeat", "executor_hello", b"executor_hello", "fenced", b"fenced", "finish", b"finish", "gateway_hello", b"gateway_hello", "heartbeat", b"heartbeat", "inspect", b"inspect", "inspection", b"inspection", "model_state", b"model_state", "receiver", b"receiver", "sender", b"sender", "sequence", b"sequence", "step_plan", b"step_plan", "step_result", b"step_result", "submit", b"submit", "token_batch", b"token_batch", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel", b"cancel", "executor_heartbeat", b"executor_heartbeat", "executor_hello", b"executor_hello", "fenced", b"fenced", "finish", b"finish", "gateway_hello", b"gateway_hello", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "inspect", b"inspect", "inspection", b"inspection", "model_state", b"model_state", "receiver", b"receiver", "sender", b"sender", "sequence", b"sequence", "step_plan", b"step_plan", "step_result", b"step_result", "submit", b"submit", "token_batch", b"token_batch", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["heartbeat", "welcome", "fenced", "gateway_hello", "submit", "cancel", "finish", "model_state", "token_batch", "executor_hello", "executor_heartbeat", "step_result", "inspection", "step_plan", "inspect"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["heartbeat", "welcome", "fenced", "goodbye", "gateway_hello", "submit", "cancel", "finish", "model_state", "token_batch", "executor_hello", "executor_heartbeat", "step_result", "inspection", "step_plan", "inspect"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -215,6 +219,23 @@ class Fenced(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Fenced: _TypeAlias = Fenced  # noqa: Y015
+
+@_typing.final
+class Goodbye(_message.Message):
+    """The sender stops, in order: it is not lost, and says nothing more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Goodbye: _TypeAlias = Goodbye  # noqa: Y015
 
 @_typing.final
 class GatewayHello(_message.Message):

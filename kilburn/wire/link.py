@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 from kilburn.errors import WireError
 from kilburn.limits import HEARTBEAT_INTERVAL_SECONDS, HELLO_INTERVAL_SECONDS, PEER_TIMEOUT_SECONDS
-from kilburn.v1.engine_pb2 import ExecutorHello, Fenced, GatewayHello, Heartbeat, Welcome
+from kilburn.v1.engine_pb2 import ExecutorHello, Fenced, GatewayHello, Goodbye, Heartbeat, Welcome
 from kilburn.wire.envelope import Conversation, Verdict, body_of, parse
 
 _NEVER = float("-inf")
@@ -33,6 +33,7 @@ class Link:
         self.refusal = ""
         self.fenced = 0
         self.losses = 0
+        self.left = False  # memmgr has said that it stops, and was not found again since
         self._conversation = Conversation(own)
         self._hello = hello
         self._heard = _NEVER
@@ -79,7 +80,7 @@ class Link:
     def read(self, frame: bytes, now: float) -> Message | None:
         """Take in one frame; return the message that the owner must act on, if it is one.
 
-        Welcome, Fenced and Heartbeat are dealt with here and not returned.
+        Welcome, Fenced, Goodbye and Heartbeat are dealt with here and not returned.
         """
         try:
             envelope = parse(frame)
@@ -97,10 +98,15 @@ class Link:
             self.fenced += 1
             return None
         self._heard = now
+        if isinstance(body, Goodbye):
+            self._lose()
+            self.left = True
+            return None
         if isinstance(body, Welcome):
             self.refusal = body.refusal
             if not body.refusal:
                 self._conversation.meet(envelope.sender)
+                self.left = False
             return None
         return None if isinstance(body, Heartbeat) else body
 

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kilburn.limits import HEARTBEAT_INTERVAL_SECONDS, HELLO_INTERVAL_SECONDS, PEER_TIMEOUT_SECONDS
-from kilburn.v1.engine_pb2 import Cancel, Fenced, GatewayHello, Heartbeat, Welcome
+from kilburn.v1.engine_pb2 import Cancel, Fenced, GatewayHello, Goodbye, Heartbeat, Welcome
 from kilburn.wire.envelope import Conversation, body_of, parse
 from kilburn.wire.link import Link
 
@@ -47,6 +47,15 @@ def test_silence_is_a_loss_for_who_listens() -> None:
     assert PEER_TIMEOUT_SECONDS < lost <= PEER_TIMEOUT_SECONDS + 2 * tick
     assert not link.connected
     assert link.losses == 1
+
+
+def test_who_says_goodbye_has_left_until_it_is_there_again() -> None:
+    link, memmgr = linked(0.0)
+    assert link.read(memmgr.seal(Goodbye()), 0.1) is None
+    assert (link.connected, link.left, link.losses) == (False, True, 1)
+    assert link.due(0.2) is not None  # a hello
+    assert link.read(Conversation(LATER, OWN).seal(Welcome()), 0.3) is None
+    assert (link.connected, link.left) == (True, False)
 
 
 def test_a_long_step_of_ones_own_is_no_silence_of_the_peer() -> None:

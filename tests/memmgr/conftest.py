@@ -62,9 +62,9 @@ class House:
         """Have a question answered between two steps."""
         return self.engine.ask(question).result(PATIENCE_SECONDS)
 
-    def close(self) -> None:
-        """Stop everything; the engine must still have been alive."""
-        alive = self.alive
+    def close(self, *, stopped: bool = False) -> None:
+        """Stop everything; the engine must still have been alive, unless it was `stopped`."""
+        alive = self.alive or stopped
         self.engine.stop()
         self._thread.join(PATIENCE_SECONDS)
         for peer in self._peers:

@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import CancelledError, Future
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ from memmgr.engine import MAX_QUESTIONS, EngineBusyError
 from memmgr.schedule.plans import RequestKey
 from tests.memmgr.conftest import House
 from tests.memmgr.memmgr_messages import VOCABULARY, hello, sampling, submit
-from tests.memmgr.memmgr_peers import FIRST_TOKEN, PATIENCE_SECONDS, Executor, Gateway, Peer
+from tests.memmgr.memmgr_peers import FIRST_TOKEN, PATIENCE_SECONDS, Context, Executor, Gateway, Peer
 
 
 def serve(executor: Executor, gateway: Gateway, handle: int) -> engine.RequestEnd:
@@ -442,3 +443,30 @@ def test_an_inspection_of_an_executor_that_dies_ends_with_it(house: House) -> No
     executor.lose()
     together(executor)
     assert answer.result(PATIENCE_SECONDS) == (0, ["the executor has said hello anew"])
+
+
+def test_who_stops_in_order_is_not_lost(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    executor, gateway, other = house.executor(), house.gateway(), house.gateway()
+    gateway.send(submit(1, prompt_ids=[1, 2, 3], max_tokens=5))
+    executor.until(lambda: bool(executor.plans), "a plan")
+    gateway.send(engine.Goodbye())
+    executor.send(engine.Goodbye())
+    other.until(lambda: bool(other.states) and not other.serving, "the executor's leaving")
+    assert other.states[-1].reason == "the executor has stopped"
+    assert house.ask(lambda: (house.engine.gateways, house.engine.session)) == (1, None)
+    said = capsys.readouterr().out
+    assert "executor left" in said
+    assert "gateway left" in said
+    assert "lost" not in said
+
+
+def test_the_memory_manager_says_goodbye_too(runtime_dir: Path, context: Context, capsys: pytest.CaptureFixture[str]) -> None:
+    house = House(runtime_dir, context)
+    executor, gateway = house.executor(), house.gateway()
+    house.engine.stop()
+    executor.until(lambda: executor.link.left, "a goodbye")
+    gateway.until(lambda: gateway.link.left, "a goodbye")
+    assert not executor.link.connected
+    assert not gateway.serving
+    house.close(stopped=True)
+    assert "lost" not in capsys.readouterr().out
