@@ -166,8 +166,9 @@ class Play:
             running = [one for one in scheduler.running if one.submission.tenant == quota.tenant]
             if first is None or first.in_flight or running or not quota.guaranteed_blocks:
                 continue
-            if scheduler.running_sequences + len(first.live) > self.world.limits.max_running:
-                continue
+            free = self.world.limits.max_running - scheduler.running_sequences
+            if any(len(one.live) > free for one in scheduler.waiting if one.rank <= first.rank):
+                continue  # it is the batch that is full for one that is before it, or for itself: no quota promises a place there
             needed = memory.blocks_charged(first.trunk.lineage, first.trunk_tokens)
             most = memory.blocks_for(max(one.promised for one in first.live) + 1) * len(first.live)
             assert max(needed, most) > quota.guaranteed_blocks, "it would fit what is guaranteed to its tenant"
