@@ -44,7 +44,7 @@ def state_of(memory: SwappingMemory) -> dict[str, Any]:
     assert PrefixIndex.__slots__
     number: Callable[[Any], int] = memory._numbers.__getitem__ if isinstance(memory, JournaledMemory) else int
     known = {"block_size", "prefix_cache", "counters", "pool", "index", "pins", "now", "_records", "_tables", "_copies", "_held"}
-    known |= {"host", "_swapped", "_outs", "_ins"}
+    known |= {"quotas", "host", "_swapped", "_outs", "_ins"}
     rest = set(vars(memory)) - known - {"_freed", "_planning", "_journal", "_numbers", "_unused_numbers", "_swapping"}
     assert not rest, f"state that is not compared: {rest}"
     pins = {name: value for name, value in vars(memory.pins).items() if name in {"_pins", "_made", "_next_expiry"}}
@@ -52,6 +52,7 @@ def state_of(memory: SwappingMemory) -> dict[str, Any]:
         "pool": slots_of(memory.pool),
         "index": slots_of(memory.index),
         "pins": pins,
+        "used": {tenant: memory.quotas.used(tenant) for tenant in memory.quotas._used},
         "tables": [(number(key), _table(table)) for key, table in memory.tables.items()],
         "copies": list(memory._copies.items()),
         "held": [(block, len(owners)) for block, owners in memory._held.items()],

@@ -20,6 +20,7 @@ from memmgr.core.blocks import BlockPool
 from memmgr.core.memory import Memory, MemoryCounters
 from memmgr.core.pins import Pins
 from memmgr.core.prefix import Lineage, PrefixIndex, root_hash
+from memmgr.core.quotas import Quotas
 from memmgr.core.swap import HostBlocks, SwappingMemory
 from memmgr.journal import recording
 from memmgr.journal.journaled import JournaledMemory, JournaledPins, memory_of
@@ -38,8 +39,9 @@ KINDS: list[dict[str, Any]] = [{}, {}, {"samples": 2}, {"beam_width": 2}]
 
 #: Methods that change nothing, and so are not in a journal.
 READING: dict[type, set[str]] = {
-    Memory: {"tables", "blocks_for", "plan_match", "plan_admission", "plan_evictions", "plan_growth", "check_invariants"},
-    SwappingMemory: {"swapped", "plan_swap_out", "plan_swap_in"},
+    Memory: {"tables", "blocks_for", "plan_match", "plan_admission", "plan_evictions", "plan_growth", "check_invariants"}
+    | {"blocks_charged", "blocks_to_grow"},
+    SwappingMemory: {"swapped", "plan_swap_out", "plan_swap_in", "blocks_charged_back"},
     Pins: {"pinnable", "new_blocks", "check_invariants"},
 }
 #: What the memory calls within its own operations, and nobody else.
@@ -182,7 +184,8 @@ def test_no_part_of_a_memory_is_forgotten(path: Path) -> None:
     parts = {name: type(value) for name, value in vars(memory).items() if not name.startswith("_")}
     values = {"block_size": int, "prefix_cache": bool, "counters": MemoryCounters, "now": float}
     changed_by_the_memory_alone = {"pool": BlockPool, "index": PrefixIndex, "host": HostBlocks}
-    assert parts == {**values, **changed_by_the_memory_alone, "pins": JournaledPins}
+    decide_and_change_nothing = {"quotas": Quotas}  # what planners were allowed; the journal has what was done
+    assert parts == {**values, **changed_by_the_memory_alone, **decide_and_change_nothing, "pins": JournaledPins}
     journal.close(ended=True)
 
 
