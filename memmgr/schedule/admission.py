@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterable
+from typing import Final
 
 from memmgr.core.memory import Admission, Memory
 from memmgr.core.prefix import Lineage
@@ -14,25 +15,42 @@ from memmgr.core.swap import SwapIn, SwappingMemory
 from memmgr.schedule.requests import Request, Sequence
 from memmgr.schedule.sizes import blocks_after, blocks_owed, branch_blocks
 
+#: A margin is doubled so often at most; it is bounded by the sequences that run anyway.
+_MOST_DOUBLINGS: Final = 16
+
 
 def plan_admission(
-    lineage: Lineage, tokens: array[int], rest: int, running: Iterable[Request], memory: Memory, *, short: bool = False
+    lineage: Lineage,
+    tokens: array[int],
+    rest: int,
+    running: Iterable[Request],
+    memory: Memory,
+    *,
+    short: bool = False,
+    margin: int = 0,
 ) -> Admission | None:
     """Decide whether a request can begin with these known tokens, `rest` being the blocks that it needs beside theirs.
 
-    Where blocks are `short`, it may only take what is guaranteed to its tenant.
+    Where blocks are `short`, it may only take what is guaranteed to its tenant. `margin` blocks more have to be left.
     """
     reserve, allowance = _terms(lineage.tenant, running, memory, short=short)
-    return memory.plan_admission(lineage, tokens, reserve + rest, None if allowance is None else allowance - rest)
+    allowed = None if allowance is None else allowance - rest
+    return memory.plan_admission(lineage, tokens, reserve + rest + margin, allowed)
 
 
 def plan_swap_in(
-    request: Request, live: list[Sequence], running: Iterable[Request], memory: SwappingMemory, *, short: bool = False
+    request: Request,
+    live: list[Sequence],
+    running: Iterable[Request],
+    memory: SwappingMemory,
+    *,
+    short: bool = False,
+    margin: int = 0,
 ) -> SwapIn | None:
-    """Decide whether a request can come back from the host. `short`: as for an admission."""
+    """Decide whether a request can come back from the host. `short` and `margin`: as for an admission."""
     tables = _swapped_tables(live, memory)
     reserve, allowance = _terms(request.submission.tenant, running, memory, short=short)
-    return memory.plan_swap_in(list(tables), tables, _blocks_back(live, memory), reserve, allowance)
+    return memory.plan_swap_in(list(tables), tables, _blocks_back(live, memory), reserve + margin, allowance)
 
 
 def _terms(tenant: str, running: Iterable[Request], memory: Memory, *, short: bool) -> tuple[int, int | None]:
@@ -55,6 +73,24 @@ def _blocks_back(live: list[Sequence], memory: Memory) -> int:
 def blocks_beside(request: Request, live: list[Sequence], memory: Memory) -> int:
     """Return how many blocks a request needs beside those for what its trunk computes first."""
     return branch_blocks(live, memory) + blocks_after(live[0], len(request.trunk_tokens), memory)
+
+
+def margin(request: Request, running_sequences: int) -> int:
+    """Return how many blocks have to be left where a request begins again that was preempted: more each time.
+
+    Who is preempted was the last in rank, and will be so again: where it comes back to a pool that is full at once, it has been
+    computed, or brought in, for nothing. One block for each sequence that runs is as much as all of them can take in a step.
+    """
+    return min((1 << min(request.preemptions, _MOST_DOUBLINGS)) - 1, running_sequences)
+
+
+def is_small(request: Request, other: Request) -> bool:
+    """Whether a request may pass another one for which there is no room: it needs half as much at most."""
+    return 2 * _known_tokens(request) <= _known_tokens(other)
+
+
+def _known_tokens(request: Request) -> int:
+    return sum(len(sequence.tokens) for sequence in request.live)
 
 
 def is_over_limit(request: Request, live: list[Sequence], running: Iterable[Request], memory: Memory) -> bool:

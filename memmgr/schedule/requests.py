@@ -149,6 +149,7 @@ class Request:
         "forked",
         "max_outputs",
         "most_blocks",
+        "passed",
         "preemptions",
         "priority",
         "prompt_length",
@@ -177,6 +178,7 @@ class Request:
         self.first_admitted_at: float | None = None
         self.cached_tokens = 0
         self.preemptions = 0
+        self.passed = 0  # how often others were admitted while it was the first of the queue and had no room
         self.sequences: Final = tuple(Sequence(self, index, lineage) for index in range(submission.width))
         self.search: Final = _search(submission, max_outputs)
 

@@ -24,7 +24,7 @@ from memmgr.core.memory import Memory
 from memmgr.core.prefix import Lineage
 from memmgr.core.quotas import Quota
 from memmgr.core.swap import SwappingMemory
-from memmgr.schedule.admission import blocks_beside, is_over_limit, plan_admission, plan_swap_in
+from memmgr.schedule.admission import blocks_beside, is_over_limit, is_small, margin, plan_admission, plan_swap_in
 from memmgr.schedule.forming import FormingPrefixes
 from memmgr.schedule.lanes import can_move, move, outcome
 from memmgr.schedule.plans import (
@@ -46,6 +46,10 @@ from memmgr.schedule.requests import Request, Sequence, State
 from memmgr.schedule.sizes import most_blocks, most_outputs
 from memmgr.schedule.slots import Slots
 from memmgr.schedule.tenants import Tenants, beyond_limit, choose_victim, choose_victim_for_floors
+
+#: How often others may pass the first of the queue while there is no room for it, and how many of them are looked at in a step.
+MAX_PASSES: Final = 16
+MAX_LOOKED_BEHIND: Final = 16
 
 
 @dataclass(slots=True)
@@ -258,6 +262,7 @@ class Scheduler:
             if sequence.request.state is State.RUNNING:  # not preempted a moment ago
                 self._schedule(draft, sequence)
         self._admit(draft)
+        self._let_pass(draft)
         if not draft.counts and not draft.opened and not self._slots.any_closing:
             return None
         return self._seal(draft)
@@ -302,11 +307,43 @@ class Scheduler:
             elif not short:
                 self._rejoin(self._tenants.take_first(request.submission.tenant))
 
-    def _start(self, draft: _Draft, request: Request, place: int, *, short: bool) -> bool:
-        """Admit the request at a place in the queue that has to compute all that the cache has not. False: it has to wait."""
+    def _let_pass(self, draft: _Draft) -> None:
+        """Let small requests pass the first of the queue, for which there is no room, a bounded number of times.
+
+        Not one that was preempted: it would lose what it has waited for. And only into room that those who run do not need in the
+        next steps: who fills a full pool is preempted from it at once.
+        """
+        place, looked = 1, 0
+        while place < len(self._waiting) and draft.budget and looked < MAX_LOOKED_BEHIND:
+            head, request = self._waiting[0], self._waiting[place]
+            if head.in_flight or head.preemptions or head.passed == MAX_PASSES:
+                return
+            looked += 1
+            live = request.live
+            if request.in_flight or request.preemptions or self._slots.free < len(live) or not is_small(request, head):
+                place += 1
+            elif not self._follows(request, place) and not self._is_held(request, live, place):
+                if self._start(draft, request, place, short=False, left=self.running_sequences):
+                    head.passed += 1
+                else:
+                    place += 1
+
+    def _start(self, draft: _Draft, request: Request, place: int, *, short: bool, left: int = 0) -> bool:
+        """Admit the request at a place in the queue that has to compute all that the cache has not. False: it has to wait.
+
+        So many blocks have to be `left` for the others.
+        """
         live = request.live
         trunk, rest = live[0], blocks_beside(request, live, self.memory)
-        admission = plan_admission(trunk.lineage, request.trunk_tokens, rest, self._running, self.memory, short=short)
+        admission = plan_admission(
+            trunk.lineage,
+            request.trunk_tokens,
+            rest,
+            self._running,
+            self.memory,
+            short=short,
+            margin=max(left, margin(request, self.running_sequences)),
+        )
         if admission is None:
             return False
         self._begin(draft, request, place)
@@ -336,7 +373,8 @@ class Scheduler:
         """Bring the request at a place in the queue back from the host. False: it has to wait."""
         assert self._swap is not None
         live = request.live
-        swap = plan_swap_in(request, live, self._running, self._swap, short=short)
+        left = margin(request, self.running_sequences)
+        swap = plan_swap_in(request, live, self._running, self._swap, short=short, margin=left)
         if swap is None:
             return False
         self._begin(draft, request, place)
