@@ -31,7 +31,7 @@ _RUNNING: Final = 256
 _PROMPT_TOKENS: Final = 64
 _OUTPUT_TOKENS: Final = 400  # so that all fit the smallest pool, of ten thousand blocks
 _WARM_STEPS: Final = 16
-_STEPS: Final = 128  # of a round: all blocks are full at the same step, eight times
+_STEPS: Final = 128  # of a round; in each, one of sixteen sequences begins a block
 
 
 def _megabytes() -> float:
@@ -47,7 +47,7 @@ class _Steps:
 
     def __init__(self, memory: Memory) -> None:
         limits = Limits(
-            max_running=_RUNNING, max_waiting=_RUNNING, max_step_tokens=_RUNNING * _PROMPT_TOKENS, context_length=2048
+            max_running=_RUNNING, max_waiting=_RUNNING, max_step_tokens=2 * _RUNNING * _PROMPT_TOKENS, context_length=2048
         )
         self._scheduler = Scheduler(memory, limits, lambda tenant, salt: root_hash("model", tenant, salt), ScheduleCounters())
         self._submitted = 0
@@ -57,14 +57,14 @@ class _Steps:
         for _ in range(_RUNNING):
             self._submitted += 1
             number = self._submitted
-            prompt = array("I", [number, *range(_PROMPT_TOKENS - 1)])
+            prompt = array("I", [number, *range(_PROMPT_TOKENS + number % _BLOCK_SIZE - 1)])
             asked = Submission((1, number), "tenant", str(number), prompt, None, _OUTPUT_TOKENS, frozenset())
             self._scheduler.submit(asked, 0.0)
         times = [self._step() for _ in range(_WARM_STEPS + _STEPS)][_WARM_STEPS:]
         while self._scheduler.running:
             self._step()
         planning, completing = zip(*times, strict=True)
-        return statistics.mean(planning) * 1e6, statistics.mean(completing) * 1e6
+        return statistics.median(planning) * 1e6, statistics.median(completing) * 1e6
 
     def _step(self) -> tuple[float, float]:
         began = thread_time()

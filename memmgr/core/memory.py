@@ -442,7 +442,7 @@ class Memory:
         return destination
 
     def _drop_all(self, blocks: list[int], owner: object) -> None:
-        """Take references away, of blocks of one tenant. With the last one, what the index knows is cached, and others are free."""
+        """Take a reference from blocks of one tenant. With the last one, what the index knows is cached, and others are free."""
         live = self.pool.live
         useless = self.pool.drop_all(blocks, self.index.hashes, self.now)
         if self.pool.live < live:
