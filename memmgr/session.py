@@ -6,6 +6,7 @@ nothing itself.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from array import array
@@ -110,6 +111,7 @@ class Session:
             records=records,
             host_blocks=hello.host_blocks if swap else 0,
         )
+        gc.freeze()  # a pool of millions of blocks is lists of millions of entries, which no collection has to look through
         fingerprint = hello.model.fingerprint
         self.memory: Final = memory
         self.scheduler: Final = Scheduler(

@@ -6,7 +6,6 @@ so that a long answer does not hold up a step.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -41,12 +40,12 @@ class BlocksSnapshot:
     """Flat copies of blocks first .. first + len(references) - 1, and every running sequence's table."""
 
     first: int
-    references: array[int]
-    links: array[int]  # negative where a block is not cached, or pinned
-    pins: array[int]
-    generations: array[int]
-    stamps: array[float]
-    depths: array[int]
+    references: list[int]
+    evictable: list[bool]  # cached and not pinned
+    pins: list[int]
+    generations: list[int]
+    stamps: list[float]
+    depths: list[int]
     names: list[bytes | None]
     tokens: list[bytes | None]
     tenants: list[str]
@@ -211,10 +210,10 @@ def snapshot_blocks(engine: Engine, first: int, limit: int, now: float) -> Block
     return BlocksSnapshot(
         first=first,
         references=blocks.references[part],
-        links=blocks.links(part),
+        evictable=blocks.evictable_in(part),
         pins=blocks.pins[part],
         generations=blocks.generations[part],
-        stamps=blocks.stamps[part],
+        stamps=blocks.stamps(part),
         depths=index.depths[part],
         names=names,
         tokens=tokens,
@@ -259,7 +258,7 @@ def block_pages(snapshot: BlocksSnapshot, state: int, min_references: int) -> It
     for offset, references in enumerate(snapshot.references):
         block = snapshot.first + offset
         pinned = snapshot.pins[offset] > 0
-        now_in = _state(references, snapshot.links[offset], pinned)
+        now_in = _state(references, snapshot.evictable[offset], pinned)
         if (state and now_in != state) or references < min_references:
             continue
         held_by = holders.get(block, [])
@@ -286,10 +285,10 @@ def block_pages(snapshot: BlocksSnapshot, state: int, min_references: int) -> It
         yield page
 
 
-def _state(references: int, link: int, pinned: bool) -> BlockState:
+def _state(references: int, evictable: bool, pinned: bool) -> BlockState:
     if references:
         return BlockState.LIVE
-    return BlockState.CACHED if link >= 0 or pinned else BlockState.FREE
+    return BlockState.CACHED if evictable or pinned else BlockState.FREE
 
 
 def _holders(snapshot: BlocksSnapshot) -> tuple[dict[int, list[admin.Sequence]], dict[int, int]]:

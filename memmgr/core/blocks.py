@@ -9,18 +9,20 @@ Knows block numbers only: not what a block holds, nor for whom.
     CACHED   0            yes, unless pinned      share         -> LIVE (its content is used again)
                                                   free          -> FREE (evicted or flushed); never while pinned
 
-free + live + cached = total, always. A pin is no reference: it keeps a block out of the eviction order, no more. State lies in
-flat arrays, so that ten million blocks cost tens of bytes each and no object.
+free + live + cached = total, always. A pin is no reference: it keeps a block out of the eviction order, no more.
+
+State lies in flat lists: ten million blocks cost tens of bytes each and no object, and a list is read and written in a third of
+an array's time. The eviction order is one of runs: what becomes cached at once lies in one run, in order. A block that is used
+again leaves its run by forgetting which it was in; its entry stays behind, and a run that is more than half such entries is
+written anew. So a whole table enters or leaves the order at the cost of one write for each block.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import Final
-
-_OUTSIDE: Final = -1
 
 
 class BlockState(IntEnum):
@@ -31,17 +33,38 @@ class BlockState(IntEnum):
     CACHED = 3
 
 
+class _Run:
+    """Blocks that became cached at one time, the next to be evicted first.
+
+    `blocks[first:]` has those that are in the run, `held` of them, and others that have left.
+    """
+
+    __slots__ = ("at", "blocks", "first", "held")
+
+    def __init__(self, blocks: list[int], at: float) -> None:
+        self.blocks = blocks
+        self.first = 0
+        self.held = len(blocks)
+        self.at: Final = at
+
+    @property
+    def whole(self) -> bool:
+        """Whether no block has left but from the front."""
+        return self.held == len(self.blocks) - self.first
+
+
 class BlockPool:
     """The blocks of one physical pool, numbered 0 .. total - 1.
 
-    Free blocks are given out last freed first, then those never used, lowest first. `recency` is the eviction order: a doubly
-    linked list threaded through two arrays, its sentinel at index `total`.
+    Free blocks are given out last freed first, then those never used, lowest first.
     """
 
     __slots__ = (
         "_free",
-        "_next",
-        "_previous",
+        "_last",
+        "_run_of",
+        "_runs",
+        "_stamps",
         "_unused",
         "cached",
         "generations",
@@ -51,7 +74,6 @@ class BlockPool:
         "pins",
         "references",
         "shared",
-        "stamps",
         "total",
     )
 
@@ -63,15 +85,15 @@ class BlockPool:
         self.shared = 0  # live with two references or more
         self.pinned = 0  # with one pin or more, live or cached
         self.pinned_cached = 0
-        self.pins: Final = array("H", bytes(2 * total))
-        self.references: Final = array("I", bytes(4 * total))
-        self.generations: Final = array("I", bytes(4 * total))
-        self.stamps: Final = array("d", bytes(8 * total))  # when a block was last in use; the owner's clock
+        self.pins: Final = [0] * total
+        self.references: Final = [0] * total
+        self.generations: Final = [0] * total
+        self._stamps: Final = [0.0] * total  # see `stamps`; of a block in a run it's the run's
         self._free: list[int] = []
         self._unused = 0  # blocks from here on were never given out
-        self._next = array("i", [_OUTSIDE]) * (total + 1)
-        self._previous = array("i", [_OUTSIDE]) * (total + 1)
-        self._next[total] = self._previous[total] = total
+        self._run_of: Final[list[_Run | None]] = [None] * total
+        self._runs: Final[OrderedDict[_Run, None]] = OrderedDict()  # the oldest first; none is empty
+        self._last = _Run([], 0.0)  # what was made last, in the order or empty
 
     @property
     def free(self) -> int:
@@ -91,38 +113,68 @@ class BlockPool:
 
     def evictable(self, block: int) -> bool:
         """Whether a block is cached and not pinned."""
-        return self._next[block] != _OUTSIDE
+        return self._run_of[block] is not None
+
+    def evictable_among(self, blocks: Iterable[int]) -> int:
+        """Return how many of some blocks are cached and not pinned."""
+        run_of = self._run_of
+        runs = [run_of[block] for block in blocks]
+        return len(runs) - runs.count(None)
 
     def take(self) -> int:
         """Give out a free block, with one reference. There must be one."""
-        if self._free:
-            block = self._free.pop()
-        else:
-            block = self._unused
-            assert block < self.total, "no free block: the caller has to evict first"
-            self._unused += 1
-        self.references[block] = 1
-        self.generations[block] += 1
-        self.live += 1
-        return block
+        return self.take_some(1)[0]
+
+    def take_some(self, count: int) -> list[int]:
+        """Give out free blocks, each with one reference. There must be so many."""
+        free = self._free
+        blocks = free[: -count - 1 : -1]
+        del free[len(free) - len(blocks) :]
+        if missing := count - len(blocks):
+            first = self._unused
+            assert first + missing <= self.total, "no free block: the caller has to evict first"
+            self._unused = first + missing
+            blocks += range(first, self._unused)
+        references, generations = self.references, self.generations
+        for block in blocks:
+            references[block] = 1
+            generations[block] += 1
+        self.live += count
+        return blocks
 
     def share(self, block: int) -> bool:
         """Add a reference to a live or cached block. True: it was a cached one."""
-        references = self.references[block]
-        if references == 0:
-            if self.pins[block]:
+        return self.share_all((block,)) == 1
+
+    def share_all(self, blocks: Sequence[int]) -> int:
+        """Add a reference to each of some blocks, live or cached; return how many were cached."""
+        references, run_of = self.references, self._run_of
+        revived = 0
+        left, gone = self._last, 0  # the blocks of a table lie in one run, or a few
+        for block in blocks:
+            count = references[block]
+            references[block] = count + 1
+            if count:
+                self.shared += count == 1
+                continue
+            revived += 1
+            run = run_of[block]
+            if run is None:
+                assert self.pins[block], f"block {block} is not cached"
                 self.pinned_cached -= 1
-            else:
-                self._unlink(block)
-            self.cached -= 1
-            self.live += 1
-        elif references == 1:
-            self.shared += 1
-        self.references[block] = references + 1
-        return references == 0
+                continue
+            if run is not left:
+                self._let_go(left, gone)
+                left, gone = run, 0
+            run_of[block] = None
+            gone += 1
+        self._let_go(left, gone)
+        self.cached -= revived
+        self.live += revived
+        return revived
 
     def drop(self, block: int) -> bool:
-        """Take a reference away. True: it was the last one, and the caller must `keep` or `free` the block at once."""
+        """Take a reference away. True: it was the last one, and the caller must `keep` or `release` the block at once."""
         references = self.references[block]
         assert references > 0, f"block {block} has no reference to drop"
         self.references[block] = references - 1
@@ -133,14 +185,48 @@ class BlockPool:
         self.live -= 1
         return True
 
+    def drop_all(self, blocks: list[int], of_use: Sequence[object | None], now: float) -> list[int]:
+        """Take a reference from each of some blocks, in their order; what is `of_use` becomes cached with the last one.
+
+        Returns those whose last reference went and which are of no use: the caller must `release` them at once.
+        """
+        references, run_of = self.references, self._run_of
+        run = self._run_at(now)
+        others: list[int] = []
+        if self.pinned:
+            others = blocks
+        else:
+            for block in blocks:
+                if references[block] == 1 and of_use[block] is not None:
+                    references[block] = 0
+                    run_of[block] = run
+                else:
+                    others.append(block)
+        kept = blocks
+        if others:  # most often the first one alone: a table's last block
+            kept = blocks[1:] if others == blocks[:1] else [block for block in blocks if run_of[block] is run]
+        self.live -= len(kept)
+        self.cached += len(kept)
+        self._append(run, kept)
+        if not others:
+            return others
+        useless: list[int] = []
+        for block in others:
+            if self.drop(block):
+                if of_use[block] is None:
+                    useless.append(block)
+                else:
+                    self.keep(block, now)
+        return useless
+
     def keep(self, block: int, now: float) -> None:
         """Make a block whose last reference was dropped a cached one, the last in the order of eviction."""
         assert self.references[block] == 0
         if self.pins[block]:
             self.pinned_cached += 1
         else:
-            self._link(block)
-        self.stamps[block] = now
+            self._enter(block, now)
+        self._stamps[block] = now
         self.cached += 1
 
     def pin(self, block: int) -> bool:
@@ -150,7 +236,8 @@ class BlockPool:
             return False
         self.pinned += 1
         if self.references[block] == 0:
-            self._unlink(block)
+            self._stamps[block] = self.stamp(block)
+            self._leave(block)
             self.pinned_cached += 1
         return True
 
@@ -163,49 +250,121 @@ class BlockPool:
         self.pinned -= 1
         if self.references[block] == 0:
             self.pinned_cached -= 1
-            self._link(block)
+            self._enter(block, self._stamps[block])
         return True
 
     def release(self, block: int, now: float) -> None:
         """Make a cached block, or one whose last reference was dropped, a free one."""
         assert self.references[block] == 0
         assert self.pins[block] == 0, f"block {block} is pinned"
-        if self._next[block] != _OUTSIDE:
-            self._unlink(block)
+        if self._run_of[block] is not None:
+            self._leave(block)
             self.cached -= 1
-        self.stamps[block] = now
+        self._stamps[block] = now
         self._free.append(block)
+
+    def release_all(self, now: float) -> list[int]:
+        """Make all cached blocks free ones, none of which may be pinned; return them in the order of eviction."""
+        assert not self.pinned_cached
+        blocks = list(self.eviction_order())
+        for block in blocks:
+            self._run_of[block] = None
+            self._stamps[block] = now
+        self._runs.clear()
+        self._last = _Run([], now)
+        self._free += blocks
+        self.cached = 0
+        return blocks
 
     def oldest(self) -> int:
         """Return the cached block that is evicted next. There must be one."""
-        block = self._next[self.total]
-        assert block != self.total, "no cached block"
-        return block
+        return self.oldest_some(1)[0]
+
+    def oldest_some(self, count: int) -> list[int]:
+        """Return the cached blocks that are evicted next: of one run, one at least and `count` at most."""
+        assert self._runs, "no cached block"
+        run, run_of = next(iter(self._runs)), self._run_of
+        while run_of[run.blocks[run.first]] is not run:
+            run.first += 1
+        blocks = run.blocks[run.first : run.first + count]
+        return blocks if run.whole else [block for block in blocks if run_of[block] is run]
+
+    def reuse(self, blocks: list[int]) -> None:
+        """Give out cached blocks of one run: from cached to free to live at once, each with one reference."""
+        references, generations, run_of = self.references, self.generations, self._run_of
+        run = run_of[blocks[0]]
+        assert run is not None
+        for block in blocks:
+            run_of[block] = None
+            references[block] = 1
+            generations[block] += 1
+        if run.whole and run.blocks[run.first] == blocks[0]:
+            run.first += len(blocks)
+        self._let_go(run, len(blocks))
+        self.cached -= len(blocks)
+        self.live += len(blocks)
 
     def eviction_order(self) -> Iterator[int]:
         """Yield the cached blocks that are not pinned, the next to be evicted first."""
-        block = self._next[self.total]
-        while block != self.total:
-            yield block
-            block = self._next[block]
+        run_of = self._run_of
+        for run in self._runs:
+            for block in run.blocks[run.first :]:
+                if run_of[block] is run:
+                    yield block
 
-    def links(self, part: slice) -> array[int]:
-        """Return for each block of a part the next one in the order of eviction; negative where it is not in that order."""
-        return self._next[part]
+    def stamp(self, block: int) -> float:
+        """Return when a block that is not live was last in use, by the owner's clock."""
+        run = self._run_of[block]
+        return self._stamps[block] if run is None else run.at
 
-    def _link(self, block: int) -> None:
-        assert self._next[block] == _OUTSIDE
-        last = self._previous[self.total]
-        self._next[last] = self._previous[self.total] = block
-        self._previous[block] = last
-        self._next[block] = self.total
+    def stamps(self, part: slice) -> list[float]:
+        """Return each block's stamp, of a part."""
+        pairs = zip(self._run_of[part], self._stamps[part], strict=True)
+        return [stamp if run is None else run.at for run, stamp in pairs]
 
-    def _unlink(self, block: int) -> None:
-        before, after = self._previous[block], self._next[block]
-        assert after != _OUTSIDE, f"block {block} is not cached"
-        self._next[before] = after
-        self._previous[after] = before
-        self._next[block] = self._previous[block] = _OUTSIDE
+    def evictable_in(self, part: slice) -> list[bool]:
+        """Return for each block of a part whether it is cached and not pinned."""
+        return [run is not None for run in self._run_of[part]]
+
+    def _run_at(self, now: float) -> _Run:
+        """Return the run that blocks enter now: the last one, while it is of the same time and whole, or a new one.
+
+        In a run that is whole no block is a second time, so that its entry says all.
+        """
+        run = self._last
+        if run.at != now or run.held != len(run.blocks) - run.first:
+            run = self._last = _Run([], now)
+        return run
+
+    def _append(self, run: _Run, blocks: list[int]) -> None:
+        """Let blocks that know that they are in the run be in it."""
+        if blocks:
+            run.blocks += blocks
+            run.held += len(blocks)
+            self._runs[run] = None  # at the end, where it is new
+
+    def _enter(self, block: int, now: float) -> None:
+        assert self._run_of[block] is None
+        run = self._run_of[block] = self._run_at(now)
+        self._append(run, [block])
+
+    def _leave(self, block: int) -> None:
+        run = self._run_of[block]
+        assert run is not None, f"block {block} is not cached"
+        self._run_of[block] = None
+        self._let_go(run, 1)
+
+    def _let_go(self, run: _Run, count: int) -> None:
+        """Take note that blocks have left a run. An empty one is forgotten, one that is mostly their entries is written anew."""
+        if not count:
+            return
+        run.held -= count
+        if not run.held:
+            del self._runs[run]
+            run.blocks, run.first = [], 0
+        elif 2 * run.held < len(run.blocks):
+            run.blocks = [block for block in run.blocks[run.first :] if self._run_of[block] is run]
+            run.first = 0
 
     def check_invariants(self) -> int:
         """Check every block's state against the counts. Returns how many checks were made.
@@ -218,14 +377,15 @@ class BlockPool:
         shared = sum(1 for references in self.references if references > 1)
         assert shared == self.shared, f"{shared} blocks are shared, {self.shared} count as shared"
         cached = 0
-        before = self.total
-        for block in self.eviction_order():
-            assert self.references[block] == 0, f"cached block {block} has references"
-            assert self.pins[block] == 0, f"pinned block {block} could be evicted"
-            assert self._previous[block] == before, f"the eviction order is torn at block {block}"
-            before = block
-            cached += 1
-            assert cached <= self.total, "the eviction order runs in a circle"
+        for run in self._runs:
+            blocks = [block for block in run.blocks[run.first :] if self._run_of[block] is run]
+            assert len(blocks) == len(set(blocks)) == run.held > 0, "a run of cached blocks does not add up"
+            assert len(run.blocks) <= 2 * run.held, "a run holds more that has left than what is there"
+            for block in blocks:
+                assert self.references[block] == 0, f"cached block {block} has references"
+                assert self.pins[block] == 0, f"pinned block {block} could be evicted"
+            cached += len(blocks)
+        assert cached == self.total - self._run_of.count(None), "a block is in a run that is not in the order"
         pinned = [block for block, pins in enumerate(self.pins) if pins]
         assert len(pinned) == self.pinned, f"{len(pinned)} blocks are pinned, {self.pinned} count as pinned"
         pinned_cached = sum(1 for block in pinned if self.references[block] == 0)

@@ -25,16 +25,16 @@ text or tensors.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from memmgr.core import events
 from memmgr.core.blocks import BlockPool, BlockState
 from memmgr.core.events import NO_BLOCK, Indexed, Record, Unindexed
 from memmgr.core.pins import Pins
-from memmgr.core.prefix import Lineage, Match, Node, PrefixIndex, block_hash
+from memmgr.core.prefix import Lineage, Match, Node, PrefixIndex, block_hash, pieces_of
 from memmgr.core.quotas import Quotas
 
 
@@ -71,16 +71,14 @@ class Table:
     node: Node | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(NamedTuple):
     """A sequence can begin: with `cached_tokens` of its prompt from `match`."""
 
     match: Match
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
+class Growth(NamedTuple):
     """A table can grow to `length` tokens, by `new_blocks` at its end, after cloning its last block where `clone`."""
 
     table: Table
@@ -89,8 +87,7 @@ class Growth:
     clone: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StepMemory:
+class StepMemory(NamedTuple):
     """What a step does to blocks before it computes, in this order.
 
     `outs` as (block, host block): what is swapped out is read. `freed`: these hold nothing of use. `ins` as (host block, block):
@@ -156,8 +153,7 @@ class Memory:
         At least the last token is left to compute: its logits are wanted. No more than `allowance` blocks may become live by it.
         """
         match = self.plan_match(lineage, tokens)
-        evictable = self.pool.evictable
-        revived = sum(map(evictable, match.blocks))
+        revived = self.pool.evictable_among(match.blocks)
         needed = self.blocks_for(len(tokens) + 1) - len(match.blocks)
         room = self.pool.available - revived - reserve
         if needed > room:
@@ -166,7 +162,8 @@ class Memory:
         if needed > allowed:
             return None
         if match.tail_tokens and (
-            needed + evictable(match.tail) > room or (allowance is not None and needed + self._dead((match.tail,)) > allowed)
+            needed + self.pool.evictable(match.tail) > room
+            or (allowance is not None and needed + self._dead((match.tail,)) > allowed)
         ):
             match = match.without_tail()  # its source would be held, and is needed
         return Admission(match, len(match.blocks) * self.block_size + match.tail_tokens)
@@ -199,14 +196,15 @@ class Memory:
         assert key not in self._tables, f"sequence {key} has a table already"
         match = admission.match
         owner = key if owner is None else owner
+        self._share_all(match.blocks, owner)
+        hits = self.index.hits
         for block in match.blocks:
-            self._share(block, owner)
-            self.index.hits[block] += 1
+            hits[block] += 1
         table = Table(key, owner, lineage, list(match.blocks), committed=len(match.blocks))
         if match.blocks:
             table.node = self.index.node(match.blocks[-1])
         if match.tail_tokens:
-            self._share(match.tail, owner)
+            self._share_all((match.tail,), owner)
             self.index.hits[match.tail] += 1
             table.blocks.append(self._clone(match.tail, owner))
             self.counters.partial_copies += 1
@@ -226,8 +224,7 @@ class Memory:
         source = self._tables[parent]
         lineage = source.lineage.fork(source.planned // self.block_size)
         owner = key if owner is None else owner
-        for block in source.blocks:
-            self._share(block, owner)
+        self._share_all(source.blocks, owner)
         table = Table(key, owner, lineage, list(source.blocks), source.planned, source.computed, source.committed, source.node)
         self._tables[key] = table
         self.counters.forks += 1
@@ -237,9 +234,9 @@ class Memory:
 
     def plan_growth(self, table: Table, count: int) -> Growth | None:
         """Decide whether a sequence can take `count` more tokens: the pool, and its tenant's quota, have to have room."""
-        length = table.planned + count
-        new_blocks = self.blocks_for(length) - len(table.blocks)
-        clone = bool(table.planned % self.block_size) and self._is_shared(table.blocks[-1])
+        size, blocks, length = self.block_size, table.blocks, table.planned + count
+        new_blocks = -(-length // size) - len(blocks)
+        clone = bool(table.planned % size) and self._is_shared(blocks[-1])
         needed = new_blocks + clone
         if needed and needed > self.quotas.room(table.lineage.tenant, self.pool.available):
             return None
@@ -256,10 +253,10 @@ class Memory:
         if growth.clone:
             table.blocks[-1] = self._clone(table.blocks[-1], table.owner)
             self.counters.copied_blocks += 1
-        for _ in range(growth.new_blocks):
-            block = self._allocate(table.owner)
-            self.quotas.charge(block, table.lineage.tenant)
-            table.blocks.append(block)
+        if growth.new_blocks:
+            blocks = self._allocate(growth.new_blocks, table.owner)
+            self.quotas.charge_all(blocks, table.lineage.tenant)
+            table.blocks += blocks
         table.planned = growth.length
         self._planning = True
 
@@ -269,14 +266,13 @@ class Memory:
         """Take note that the first `computed` of `tokens` are in the pool, and index the blocks that are full by now."""
         assert table.computed <= computed <= table.planned
         table.computed = computed
-        size = self.block_size
-        full = computed // size
-        if not self.prefix_cache:
-            table.committed = full
+        full = computed // self.block_size
+        if full == table.committed:
             return
-        for logical in range(table.committed, full):
-            piece = tokens[logical * size : (logical + 1) * size].tobytes()
-            table.node = self._index(table, logical, table.lineage.name(logical, piece), piece)
+        if self.prefix_cache:
+            pieces = pieces_of(tokens, table.committed, full, self.block_size)
+            names = table.lineage.names_of(table.committed, pieces)
+            table.node = self._index(table, table.committed, names, pieces)
         table.committed = full
 
     def release(self, key: Hashable, tokens: array[int], *, keep_tail: bool = True) -> None:
@@ -291,9 +287,8 @@ class Memory:
         full, rest = divmod(table.computed, size)
         if keep_tail and self.prefix_cache and rest and full == table.committed and self._is_settled(table.blocks[full]):
             piece = tokens[full * size : table.computed].tobytes()
-            self._index(table, full, block_hash(table.lineage.parent(full), piece), piece)
-        for block in reversed(table.blocks):
-            self._drop(block, table.owner)
+            self._index(table, full, [block_hash(table.lineage.parent(full), piece)], [piece])
+        self._drop_all(table.blocks[::-1], table.owner)
 
     def distrust(self, table: Table) -> None:
         """Let nobody find what a sequence's blocks hold: it may be no numbers. The sequence is released next."""
@@ -313,10 +308,24 @@ class Memory:
 
     def flush(self) -> int:
         """Free every cached block that is not pinned; return how many."""
+        if not self.pool.live and not self.pool.pinned:
+            return self._flush_whole()
         flushed = 0
         while self.pool.cached > self.pool.pinned_cached:
             flushed += self._forget(self.pool.oldest())
         return flushed
+
+    def _flush_whole(self) -> int:
+        """Empty the index at once, where nothing is referenced or pinned: taking out node by node costs several times as much."""
+        blocks = self.pool.release_all(self.now)
+        if self._records is not None:
+            for block in blocks:
+                self._records.append((events.FLUSHED, block, None, self._entry(block)))
+                self._records.append((events.FREED, block, None, None))
+        self.index.clear()
+        self.counters.freed_blocks += len(blocks)
+        self._freed += blocks
+        return len(blocks)
 
     def flush_part(self, part: range, tenant: str) -> int:
         """Free the cached blocks of a part of the pool that are not pinned, a tenant's or (empty) all; return how many fell free.
@@ -329,16 +338,18 @@ class Memory:
     def end_step(self) -> StepMemory:
         """Close the step that was planned: return its copies and the blocks that fell free, and let go of the sources."""
         step = StepMemory(
-            tuple((source, destination) for destination, source in self._copies.items()),
-            tuple(block for block in dict.fromkeys(self._freed)),
+            tuple([(source, destination) for destination, source in self._copies.items()]),
+            tuple(dict.fromkeys(self._freed)) if self._freed else (),
         )
         self._copies.clear()
         self._freed.clear()
         self._planning = False
-        held = [(block, owner) for block, owners in self._held.items() for owner in owners]
-        self._held.clear()
-        for block, owner in held:
-            self._drop(block, owner)
+        if not self._held:
+            return step
+        held, self._held = self._held, {}
+        for block, owners in held.items():
+            for owner in owners:
+                self._drop_all([block], owner)
         return step
 
     def note_preemption(self, owner: object) -> None:
@@ -353,64 +364,94 @@ class Memory:
     # ---------------------------------------------------------------------------------------------------- blocks
 
     def _is_shared(self, block: int) -> bool:
-        return self.pool.references[block] - len(self._held.get(block, ())) > 1
+        references = self.pool.references[block]
+        return references > 1 and references - len(self._held.get(block, ())) > 1
 
     def _is_settled(self, block: int) -> bool:
         """Whether one sequence alone holds a block, and its content is there already."""
         return not self._is_shared(block) and block not in self._copies
 
-    def _index(self, table: Table, logical: int, name: bytes, tokens: bytes) -> Node | None:
-        """Offer a table's block to the index; return the node that stands for its content there."""
-        block = table.blocks[logical]
-        if self.index.hash_of(block) is not None:
-            return self.index.node(block)  # another holder, forked from the same sequence, has offered it
-        if logical > 0 and table.node is None:
-            return None
-        tenant = table.lineage.tenant
-        node = self.index.insert(block, name, table.node, table.lineage.root, tokens, tenant)
-        if self._records is not None and node is not None and node.block == block:
-            entry = Indexed(name, self.index.parent_of(block), tokens, tenant)
-            self._records.append((events.INDEXED, block, table.owner, entry))
+    def _index(self, table: Table, first: int, names: Sequence[bytes], pieces: Sequence[bytes]) -> Node | None:
+        """Offer a table's blocks from `first` on to the index; return the node that stands for the last one's content there."""
+        lineage, index = table.lineage, self.index
+        blocks = table.blocks[first : first + len(names)]
+        if first and table.node is None:  # nothing to go on from, but what another holder has offered
+            skipped = next((at for at, block in enumerate(blocks) if index.hash_of(block) is not None), len(blocks))
+            if skipped == len(blocks):
+                return None
+            blocks, names, pieces = blocks[skipped:], names[skipped:], pieces[skipped:]
+        node = index.insert_chain(blocks, names, pieces, table.node, lineage.root, lineage.tenant)
+        if self._records is not None:
+            for block, name, piece in zip(blocks, names, pieces, strict=True):
+                if index.entered_last(block):
+                    entry = Indexed(name, index.parent_of(block), piece, lineage.tenant)
+                    self._records.append((events.INDEXED, block, table.owner, entry))
         return node
 
-    def _allocate(self, owner: object) -> int:
-        if self.pool.free == 0:
-            self.counters.evicted_blocks += self._forget(self.pool.oldest(), events.EVICTED)
-        self.counters.allocated_blocks += 1
-        block = self.pool.take()
-        if self._records is not None:
-            self._records.append((events.ALLOCATED, block, owner, None))
-        return block
+    def _allocate(self, count: int, owner: object) -> list[int]:
+        """Give out blocks, which there must be; cached ones are evicted, one by one, where too few are free."""
+        pool = self.pool
+        blocks = pool.take_some(min(count, pool.free))
+        self._note_all(events.ALLOCATED, blocks, owner)
+        while len(blocks) < count:
+            taken = self._evict(count - len(blocks))
+            self._note_all(events.ALLOCATED, taken, owner)
+            blocks += taken
+        self.counters.allocated_blocks += count
+        return blocks
 
-    def _share(self, block: int, owner: object) -> None:
-        if self.pool.share(block):
-            self.quotas.charge(block, self.index.tenants[block])  # it was cached, so the index knows whose it is
+    def _evict(self, count: int) -> list[int]:
+        """Give out blocks that were cached, one at least and `count` at most. None is free."""
+        victims = self._victims(count)
+        entries = [] if self._records is None else [self._entry(block) for block in victims]
+        del victims[self.index.remove_leaves(victims) :]
+        if not victims:  # something stands on the first one, and goes with it
+            self.counters.evicted_blocks += self._forget(self._victims(1)[0], events.EVICTED)
+            return self.pool.take_some(min(count, self.pool.free))
+        self.pool.reuse(victims)
+        self._freed += victims
+        self.counters.evicted_blocks += len(victims)
+        self.counters.freed_blocks += len(victims)
         if self._records is not None:
-            self._records.append((events.SHARED, block, owner, None))
+            self._records.extend([(events.EVICTED, block, None, entry) for block, entry in zip(victims, entries, strict=False)])
+        return victims
+
+    def _victims(self, count: int) -> list[int]:
+        """Return cached blocks that go where none is free, in their order, one at least and `count` at most."""
+        return self.pool.oldest_some(count)
+
+    def _share_all(self, blocks: Sequence[int], owner: object) -> None:
+        """Add a reference to each of some blocks, which are all of one tenant."""
+        if revived := self.pool.share_all(blocks):
+            self.quotas.charge_again(blocks[0], revived)
+        self._note_all(events.SHARED, blocks, owner)
+
+    def _note_all(self, kind: int, blocks: Iterable[int], owner: object) -> None:
+        """Record what happened alike to each of some blocks."""
+        if self._records is not None:
+            self._records.extend([(kind, block, owner, None) for block in blocks])
 
     def _clone(self, source: int, owner: object) -> int:
         """Return a block that this step's copies fill from `source`, of which one reference moves from the caller to the step."""
         self._held.setdefault(source, []).append(owner)
-        destination = self._allocate(owner)
+        [destination] = self._allocate(1, owner)
         self.quotas.charge_like(destination, source)
         self._copies[destination] = source
         if self._records is not None:
             self._records.append((events.COPIED, destination, owner, source))
         return destination
 
-    def _drop(self, block: int, owner: object) -> None:
-        last = self.pool.drop(block)
+    def _drop_all(self, blocks: list[int], owner: object) -> None:
+        """Take a reference from blocks of one tenant. With the last one, what the index knows is cached, and others are free."""
+        live = self.pool.live
+        useless = self.pool.drop_all(blocks, self.index.hashes, self.now)
+        if self.pool.live < live:
+            self.quotas.discharge(blocks[0], live - self.pool.live)
         if self._records is not None:
-            self._records.append((events.RELEASED, block, owner, None))
-        if not last:
-            return
-        self.quotas.discharge(block)
-        if self.index.hash_of(block) is None:
+            self._note_all(events.RELEASED, blocks, owner)
+            self._note_all(events.FREED, useless, None)
+        for block in useless:
             self._free(block)
-            if self._records is not None:
-                self._records.append((events.FREED, block, None, None))
-        else:
-            self.pool.keep(block, self.now)
 
     def _forget(self, block: int, kind: int = events.FLUSHED) -> int:
         """Take a block out of the index, and what stands on it, which could not be found any more; return how many fell free.
@@ -420,19 +461,21 @@ class Memory:
         if self.pool.pins[block]:  # or nothing that stands on it is pinned
             self.pins.cut(block)
         doomed = () if self._records is None else self.index.standing_on(block)
-        names = {gone: self.index.hash_of(gone) or b"" for gone in doomed}
-        fell_free = 0
+        entries = {gone: self._entry(gone) for gone in doomed}
+        fell_free, references = 0, self.pool.references
         for gone in self.index.remove(block):
-            cached = self.pool.state(gone) is BlockState.CACHED
+            cached = not references[gone]
             if self._records is not None:
-                entry = Unindexed(names[gone], self.index.tenants[gone])
-                self._records.append((kind if cached else events.FLUSHED, gone, None, entry))
+                self._records.append((kind if cached else events.FLUSHED, gone, None, entries[gone]))
             if cached:
                 fell_free += 1
                 self._free(gone)
                 if self._records is not None and kind != events.EVICTED:
                     self._records.append((events.FREED, gone, None, None))
         return fell_free
+
+    def _entry(self, block: int) -> Unindexed:
+        return Unindexed(self.index.hash_of(block) or b"", self.index.tenants[block])
 
     def _free(self, block: int) -> None:
         self.pool.release(block, self.now)

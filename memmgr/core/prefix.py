@@ -17,8 +17,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
-from typing import Final
+from struct import unpack
+from typing import Final, NamedTuple
 
 #: Of a hash, in bytes. 128 bits: with comparison on top, collisions are a matter of speed, not of truth.
 HASH_BYTES: Final = 16
@@ -29,8 +31,7 @@ MAX_CHILDREN_COMPARED: Final = 16
 _NONE: Final = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """What the index knows of a prompt: whole blocks from its start, then perhaps a part of one more.
 
     `blocks[i]` holds tokens i * size .. (i + 1) * size - 1. `tail` is a block whose first `tail_tokens` tokens go on from there;
@@ -46,8 +47,7 @@ class Match:
         return Match(self.blocks)
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """A node as it was at some time. `serial` numbers the insertions, so that no later node in the same block passes for it."""
 
     block: int
@@ -65,9 +65,19 @@ def root_hash(model: str, tenant: str, salt: str) -> bytes:
 
 def block_hash(parent: bytes, tokens: bytes) -> bytes:
     """Return the hash of a block: `parent` is its predecessor's or the root's, `tokens` are little-endian 32-bit ids."""
-    digest = blake2b(b"p" + parent, digest_size=HASH_BYTES, person=b"kilburn.block")
-    digest.update(b"k" + len(tokens).to_bytes(8, "little") + tokens)
-    return digest.digest()
+    data = b"p" + parent + _length_tag(len(tokens)) + tokens
+    return blake2b(data, digest_size=HASH_BYTES, person=b"kilburn.block").digest()
+
+
+@cache
+def _length_tag(length: int) -> bytes:
+    return b"k" + length.to_bytes(8, "little")
+
+
+def pieces_of(tokens: array[int], first: int, end: int, size: int) -> tuple[bytes, ...]:
+    """Return what blocks first .. end - 1 of `size` tokens each hold, as the index keeps it."""
+    data = tokens[first * size : end * size].tobytes()
+    return unpack(f"{size * tokens.itemsize}s" * (end - first), data)  # in a third of the time that slices take
 
 
 class Lineage:
@@ -90,6 +100,16 @@ class Lineage:
             self.names.append(block_hash(self.parent(logical), tokens))
         return self.names[logical]
 
+    def names_of(self, first: int, pieces: Sequence[bytes]) -> list[bytes]:
+        """Return the names of the whole blocks from `first` on, which hold `pieces`; the blocks before them must have names."""
+        names, end = self.names, first + len(pieces)
+        if len(names) < end:
+            name = self.parent(len(names))
+            for piece in pieces[len(names) - first :]:
+                name = block_hash(name, piece)
+                names.append(name)
+        return names[first:end]
+
     def fork(self, whole_blocks: int) -> Lineage:
         """Return a sequence's of its own that begins with the same so many whole blocks."""
         forked = Lineage(self.root, self.tenant)
@@ -105,10 +125,10 @@ class Forest:
     parents: Sequence[bytes | None]
     tokens: Sequence[bytes | None]
     tenants: Sequence[str]
-    depths: array[int]
-    hits: array[int]
-    first_child: array[int]
-    next_sibling: array[int]
+    depths: Sequence[int]
+    hits: Sequence[int]
+    first_child: Sequence[int]
+    next_sibling: Sequence[int]
     roots: Sequence[int]  # the most recent child of each
 
     def walk(self, tenant: str, max_depth: int) -> Iterator[int]:
@@ -137,7 +157,6 @@ class PrefixIndex:
         "_block_of",
         "_block_size",
         "_first_child",
-        "_hashes",
         "_insertions",
         "_next_sibling",
         "_parents",
@@ -146,6 +165,7 @@ class PrefixIndex:
         "_serials",
         "_tokens",
         "depths",
+        "hashes",
         "hits",
         "tenants",
     )
@@ -153,27 +173,27 @@ class PrefixIndex:
     def __init__(self, total: int, block_size: int) -> None:
         self._block_size = block_size
         self._block_of: dict[bytes, int] = {}
-        self._hashes: list[bytes | None] = [None] * total
+        self.hashes: Final[list[bytes | None]] = [None] * total  # under which a block is known; None: it isn't in the index
         self._tokens: list[bytes | None] = [None] * total
         self._parents: list[bytes | None] = [None] * total  # a hash: of the parent node or of a root
-        self._above = array("i", [_NONE]) * total  # the parent node's block
-        self._serials = array("Q", bytes(8 * total))  # 0: not in the index
+        self._above = [_NONE] * total  # the parent node's block
+        self._serials = [0] * total  # 0: not in the index
         self._insertions = 0
         self._roots: dict[bytes, int] = {}  # root -> its most recent child
-        self.depths: Final = array("I", bytes(4 * total))
-        self.hits: Final = array("Q", bytes(8 * total))  # admissions that used a block since it entered
+        self.depths: Final = [0] * total
+        self.hits: Final = [0] * total  # admissions that used a block since it entered
         self.tenants: Final[list[str]] = [""] * total
         # Children hang in a list, the most recent first, threaded through these.
-        self._first_child = array("i", [_NONE]) * total
-        self._next_sibling = array("i", [_NONE]) * total
-        self._previous_sibling = array("i", [_NONE]) * total
+        self._first_child = [_NONE] * total
+        self._next_sibling = [_NONE] * total
+        self._previous_sibling = [_NONE] * total
 
     def __len__(self) -> int:
         return len(self._block_of)
 
     def hash_of(self, block: int) -> bytes | None:
         """Return the hash under which a block is known, or None where it is not in the index."""
-        return self._hashes[block]
+        return self.hashes[block]
 
     def parent_of(self, block: int) -> bytes:
         """Return the hash that an indexed block hangs on: its parent node's or its root."""
@@ -183,7 +203,7 @@ class PrefixIndex:
 
     def node(self, block: int) -> Node:
         """Return the node of an indexed block, to go on from."""
-        assert self._hashes[block] is not None
+        assert self.hashes[block] is not None
         return Node(block, self._serials[block])
 
     def filled(self, block: int) -> int:
@@ -198,12 +218,12 @@ class PrefixIndex:
 
     def entries(self, part: slice) -> tuple[list[bytes | None], list[bytes | None]]:
         """Return for each block of a part the hash by which it is known, and its tokens, 4 bytes each; None where it is not."""
-        return self._hashes[part], self._tokens[part]
+        return self.hashes[part], self._tokens[part]
 
     def forest(self, *, copied: bool) -> Forest:
         """Return all nodes. Where they are not `copied`, what was returned is of use only until the index changes."""
         return Forest(
-            hashes=self._hashes[:] if copied else self._hashes,
+            hashes=self.hashes[:] if copied else self.hashes,
             parents=self._parents[:] if copied else self._parents,
             tokens=self._tokens[:] if copied else self._tokens,
             tenants=self.tenants[:] if copied else self.tenants,
@@ -221,20 +241,41 @@ class PrefixIndex:
         but their first token.
         """
         size = self._block_size
-        blocks: list[int] = []
-        above = _NONE
-        for start in range(0, limit - size + 1, size):
-            piece = tokens[start : start + size].tobytes()
-            block = self._block_of.get(lineage.name(len(blocks), piece), _NONE)
-            if block == _NONE or not self._holds(block, piece, above, lineage.root):
-                break
-            blocks.append(block)
-            above = block
+        blocks = self._chain(lineage, tokens, max(0, limit // size))
+        above = blocks[-1] if blocks else _NONE
         tail, tail_tokens = _NONE, 0
         if len(tokens) >= size:
             start = len(blocks) * size
             tail, tail_tokens = self._best_child(above, lineage.root, tokens[start : min(limit, start + size)])
         return Match(tuple(blocks), tail, tail_tokens)
+
+    def _chain(self, lineage: Lineage, tokens: array[int], whole: int) -> list[int]:
+        """Return the blocks that hold the first of `whole` blocks of tokens, from the root on."""
+        size, block_of, names = self._block_size, self._block_of, lineage.names
+        if not whole or lineage.name(0, tokens[:size].tobytes()) not in block_of:
+            return []  # as of most prompts
+        pieces = pieces_of(tokens, 0, whole, size)
+        blocks: list[int] = []
+        for name in names[:whole]:
+            block = block_of.get(name)
+            if block is None:
+                break
+            blocks.append(block)
+        else:
+            for logical in range(len(names), whole):
+                block = block_of.get(lineage.name(logical, pieces[logical]))
+                if block is None:
+                    break
+                blocks.append(block)
+        # What was found by name is compared at once. Where that fails, names have collided.
+        known = tuple([self._tokens[block] for block in blocks])
+        above = [self._above[block] for block in blocks]
+        if known == pieces[: len(blocks)] and above == [_NONE, *blocks[:-1]] and self._parents[blocks[0]] == lineage.root:
+            return blocks
+        for logical, block in enumerate(blocks):
+            if not self._holds(block, pieces[logical], blocks[logical - 1] if logical else _NONE, lineage.root):
+                return blocks[:logical]
+        return blocks
 
     def insert(self, block: int, name: bytes, above: Node | None, root: bytes, tokens: bytes, tenant: str) -> Node | None:
         """Let `block` stand for `tokens` after the node `above`, or after `root` where that is None.
@@ -242,29 +283,70 @@ class PrefixIndex:
         Returns the node to go on from. The first one wins: where another block has this content, that is its node, and `block`
         stays out of the index. None: `block` could not be found, because `above` is gone or other content has taken its name.
         """
-        assert self._hashes[block] is None, f"block {block} is in the index already"
-        if above is not None and self._serials[above.block] != above.serial:
-            return None
-        parent_block = _NONE if above is None else above.block
-        if name in self._block_of:
-            other = self._block_of[name]
-            return self.node(other) if self._holds(other, tokens, parent_block, root) else None
-        self._insertions += 1
-        self._block_of[name] = block
-        self._hashes[block] = name
-        self._tokens[block] = tokens
-        self._parents[block] = root if above is None else self._hashes[above.block]
-        self._above[block] = parent_block
-        self._serials[block] = self._insertions
-        self.depths[block] = 0 if above is None else self.depths[above.block] + 1
-        self.hits[block] = 0
-        self.tenants[block] = tenant
-        self._hang(block, parent_block, root)
-        return self.node(block)
+        assert self.hashes[block] is None, f"block {block} is in the index already"
+        return self.insert_chain((block,), (name,), (tokens,), above, root, tenant)
+
+    def insert_chain(
+        self,
+        blocks: Sequence[int],
+        names: Sequence[bytes],
+        pieces: Sequence[bytes],
+        above: Node | None,
+        root: bytes,
+        tenant: str,
+    ) -> Node | None:
+        """Insert blocks, each after the node of the one before it, the first after `above` or `root`; see `insert`.
+
+        A block that is in the index already is its own node: another holder, forked from the same sequence, has offered it.
+        Returns the last one's node; `entered_last` says which are new in the index.
+        """
+        block_of, hashes, known_tokens, parents = self._block_of, self.hashes, self._tokens, self._parents
+        known_above, serials, first_child = self._above, self._serials, self._first_child
+        depths, tenants = self.depths, self.tenants
+        serial = self._insertions = self._insertions + 1  # of all of them: none is here twice
+        lost, childless = False, False  # childless: the block before this one is a new node
+        over, parent, depth = _NONE, root, 0
+        if above is not None:
+            over, lost = above.block, serials[above.block] != above.serial
+            parent, depth = hashes[over] or root, depths[over] + 1
+        for block, name, piece in zip(blocks, names, pieces, strict=True):
+            if hashes[block] is not None:
+                other, lost = block, False
+            elif lost:
+                continue
+            elif name not in block_of:
+                block_of[name] = block
+                hashes[block] = name
+                known_tokens[block] = piece
+                parents[block] = parent
+                known_above[block] = over
+                serials[block] = serial
+                depths[block] = depth
+                tenants[block] = tenant
+                if childless:
+                    first_child[over] = block
+                else:
+                    self._hang(block, over, root)
+                over, parent, childless = block, name, True
+                depth += 1
+                continue
+            else:
+                other = block_of[name]
+                if not self._holds(other, piece, over, root):
+                    lost = True
+                    continue
+            over, parent, depth, childless = other, hashes[other] or root, depths[other] + 1, False
+        return None if lost else Node(over, serials[over])
+
+    def entered_last(self, block: int) -> bool:
+        """Whether a block is in the index by the last insertion."""
+        return self._serials[block] == self._insertions
 
     def standing_on(self, block: int) -> list[int]:
         """Return an indexed block and all that stands on it, the deepest first, `block` last."""
         doomed = [block]
+        if self._first_child[block] == _NONE:
+            return doomed
         for known in doomed:
             child = self._first_child[known]
             while child != _NONE:
@@ -280,6 +362,33 @@ class PrefixIndex:
             self._forget(known)
         return doomed
 
+    def remove_leaves(self, blocks: Sequence[int]) -> int:
+        """Forget blocks up to the first that something stands on; return how many that were."""
+        hashes, known_tokens, parents, known_above = self.hashes, self._tokens, self._parents, self._above
+        first_child, next_sibling, previous_sibling = self._first_child, self._next_sibling, self._previous_sibling
+        for number, block in enumerate(blocks):
+            if first_child[block] != _NONE:
+                return number
+            above = known_above[block]
+            if above == _NONE or next_sibling[block] != _NONE or previous_sibling[block] != _NONE:
+                self._forget(block)
+                continue
+            first_child[above] = known_above[block] = _NONE
+            del self._block_of[hashes[block] or b""]
+            hashes[block] = known_tokens[block] = parents[block] = None
+            self._serials[block] = self.hits[block] = 0
+        return len(blocks)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for block in self._block_of.values():
+            self.hashes[block] = self._tokens[block] = self._parents[block] = None
+            self._above[block] = self._first_child[block] = _NONE
+            self._next_sibling[block] = self._previous_sibling[block] = _NONE
+            self._serials[block] = self.hits[block] = 0
+        self._block_of.clear()
+        self._roots.clear()
+
     def _holds(self, block: int, tokens: bytes, above: int, root: bytes) -> bool:
         """Whether an indexed block has these tokens and hangs where it should: on the node `above`, or on `root`."""
         if self._tokens[block] != tokens or self._above[block] != above:
@@ -287,7 +396,7 @@ class PrefixIndex:
         return above != _NONE or self._parents[block] == root
 
     def _forget(self, block: int) -> None:
-        name, parent, above = self._hashes[block], self._parents[block], self._above[block]
+        name, parent, above = self.hashes[block], self._parents[block], self._above[block]
         assert name is not None
         assert parent is not None
         before, after = self._previous_sibling[block], self._next_sibling[block]
@@ -303,8 +412,8 @@ class PrefixIndex:
             self._previous_sibling[after] = before
         self._next_sibling[block] = self._previous_sibling[block] = self._above[block] = _NONE
         del self._block_of[name]
-        self._hashes[block] = self._tokens[block] = self._parents[block] = None
-        self._serials[block] = 0
+        self.hashes[block] = self._tokens[block] = self._parents[block] = None
+        self._serials[block] = self.hits[block] = 0
 
     def _hang(self, block: int, above: int, root: bytes) -> None:
         first = self._first(above, root)
@@ -329,17 +438,16 @@ class PrefixIndex:
     def _best_child(self, above: int, root: bytes, wanted: array[int]) -> tuple[int, int]:
         """Return the child that shares the most leading tokens with `wanted`, and how many; (-1, 0) where none does."""
         best, shared = _NONE, 0
-        for looked_at, child in enumerate(self._children(above, root)):
-            if looked_at == MAX_CHILDREN_COMPARED or shared == len(wanted):
+        child, data, width = self._first(above, root), wanted.tobytes(), wanted.itemsize
+        better = data[:width]  # what a child begins with that shares more than the best
+        for _ in range(MAX_CHILDREN_COMPARED):
+            if child == _NONE or shared == len(wanted):
                 break
-            known = array("I", self._tokens[child] or b"")
-            length = min(len(known), len(wanted))
-            if length <= shared:
-                continue
-            if known[:length] != wanted[:length]:
-                length = next(i for i in range(length) if known[i] != wanted[i])
-            if length > shared:
-                best, shared = child, length
+            known = self._tokens[child] or b""
+            if known.startswith(better):
+                best, shared = child, _common(known, data) // width
+                better = data[: (shared + 1) * width]
+            child = self._next_sibling[child]
         return best, shared
 
     def check_invariants(self) -> int:
@@ -359,13 +467,13 @@ class PrefixIndex:
                 before = child
                 hung += 1
         assert hung == len(self._block_of), f"{hung} blocks hang in the forest, {len(self._block_of)} are known"
-        known = sum(1 for name in self._hashes if name is not None)
+        known = sum(1 for name in self.hashes if name is not None)
         assert known == len(self._block_of), f"{known} blocks have a hash, {len(self._block_of)} are known"
         for name, block in self._block_of.items():
             tokens, hangs_on = self._tokens[block], self._parents[block]
             assert tokens is not None
             assert hangs_on is not None
-            assert self._hashes[block] == name
+            assert self.hashes[block] == name
             assert block_hash(hangs_on, tokens) == name, f"block {block} has the wrong hash"
             assert 0 < len(tokens) // 4 <= self._block_size
             if len(tokens) // 4 < self._block_size:
@@ -376,3 +484,10 @@ class PrefixIndex:
             assert self.depths[block] == expected, f"block {block} has the wrong depth"
             assert 0 < self._serials[block] <= self._insertions
         return 3 * hung + known + 8 * len(self._block_of)
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """Return how many leading bytes two have in common."""
+    if one.startswith(other):
+        return len(other)
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -19,7 +19,7 @@ Every operation costs the same however many blocks and tenants there are. Knows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -137,28 +137,44 @@ class Quotas:
 
     def charge(self, block: int, tenant: str) -> None:
         """Take note that a block is live, and whose it is."""
-        used = self._used.get(tenant, 0)
-        if self._quotas:
-            assert used < self._limits.get(tenant, used + 1), f"tenant {tenant!r} takes a block beyond its limit"
-            if used < self._floors.get(tenant, 0):
-                self.owed -= 1
-        self._tenants[block] = tenant
-        self._used[tenant] = used + 1
+        self.charge_all((block,), tenant)
+
+    def charge_all(self, blocks: Sequence[int], tenant: str) -> None:
+        """Take note that some blocks are live, and whose they are."""
+        for block in blocks:
+            self._tenants[block] = tenant
+        self._use(tenant, len(blocks))
+
+    def charge_again(self, block: int, count: int) -> None:
+        """Take note that so many blocks that were cached are live again, `block` among them or another of their tenant's.
+
+        A block that is cached belongs, once it is live, to whom it belonged before.
+        """
+        self._use(self._tenants[block], count)
 
     def charge_like(self, block: int, other: int) -> None:
         """Take note that a block is live and belongs to the tenant of a live one."""
         self.charge(block, self._tenants[other])
 
-    def discharge(self, block: int) -> None:
-        """Take note that a block is live no more."""
+    def discharge(self, block: int, count: int = 1) -> None:
+        """Take note that so many blocks are live no more, all of the tenant that this one belonged to."""
         tenant = self._tenants[block]
-        used = self._used[tenant] - 1
+        used = self._used[tenant] - count
+        assert used >= 0, f"tenant {tenant!r} gives back more than it has"
         if used:
             self._used[tenant] = used
         else:
             del self._used[tenant]
-        if self._floors and used < self._floors.get(tenant, 0):
-            self.owed += 1
+        if self._floors:
+            self.owed += max(0, min(count, self._floors.get(tenant, 0) - used))
+
+    def _use(self, tenant: str, count: int) -> None:
+        used = self._used.get(tenant, 0)
+        if self._quotas:
+            allowed = self._limits.get(tenant, used + count)
+            assert used + count <= allowed, f"tenant {tenant!r} takes a block beyond its limit"
+            self.owed -= max(0, min(count, self._floors.get(tenant, 0) - used))
+        self._used[tenant] = used + count
 
     # ------------------------------------------------------------------------------------------------ invariants
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from memmgr.core import events
@@ -184,7 +184,7 @@ class SwappingMemory(Memory):
         """
         cached = self._cached(keys, tokens)
         found = {block for blocks in cached.values() for block in blocks}
-        revived = sum(map(self.pool.evictable, found))
+        revived = self.pool.evictable_among(found)
         if needed - len(found) > self.pool.available - revived - reserve:
             return None
         if allowance is not None and needed - len(found) + self._dead(found) > allowance:
@@ -210,8 +210,7 @@ class SwappingMemory(Memory):
         tables: dict[Hashable, Table] = {}
         for key, cached in swap.cached.items():
             swapped = self._swapped[key]
-            for block in cached:  # all of them, before anything is given out and evicts one
-                self._share(block, swapped.owner)
+            self._share_all(cached, swapped.owner)  # all of them, before anything is given out and evicts one
             node = self.index.node(cached[-1]) if cached else None
             tables[key] = Table(
                 key,
@@ -228,7 +227,7 @@ class SwappingMemory(Memory):
             swapped = self._swapped.pop(key)
             for place in swapped.blocks[len(table.blocks) :]:
                 if place in places:
-                    self._share(places[place], table.owner)
+                    self._share_all((places[place],), table.owner)
                 else:
                     places[place] = self._bring_in(place, table)
                 table.blocks.append(places[place])
@@ -240,7 +239,7 @@ class SwappingMemory(Memory):
 
     def _bring_in(self, place: int, table: Table) -> int:
         """Return a block for a table that this step fills from a host block."""
-        block = self._allocate(table.owner)
+        [block] = self._allocate(1, table.owner)
         self.quotas.charge(block, table.lineage.tenant)
         self._ins[block] = place
         self.counters.swapped_in_blocks += 1
@@ -255,11 +254,12 @@ class SwappingMemory(Memory):
 
     def end_step(self) -> StepMemory:
         """See Memory."""
-        step = replace(
-            super().end_step(),
-            outs=tuple((block, place) for place, block in self._outs.items()),
-            ins=tuple((place, block) for block, place in self._ins.items()),
-        )
+        step = super().end_step()
+        if self._outs or self._ins:
+            step = step._replace(
+                outs=tuple((block, place) for place, block in self._outs.items()),
+                ins=tuple((place, block) for block, place in self._ins.items()),
+            )
         self._outs.clear()
         self._ins.clear()
         self.host.end_step()

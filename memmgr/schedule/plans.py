@@ -1,4 +1,6 @@
-"""The frozen values that go into the scheduler and come out of it.
+"""The values that go into the scheduler and come out of it. Nobody changes one.
+
+Those of which a step has one for each sequence are not `frozen`: making a frozen one takes four times as long.
 
 `sampling` and `logprob` are carried through unread: they are the executor's and the client's.
 """
@@ -81,7 +83,7 @@ class Submission:
         return self.beam_width if self.beam_width > 1 else self.samples
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlannedChunk:
     """Tokens of one sequence that a step computes: positions start .. start + count - 1.
 
@@ -97,7 +99,7 @@ class PlannedChunk:
     edits: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlannedSample:
     """Sample from the last row of chunk `chunk`, for output number `position` of the sequence in `slot`.
 
@@ -124,7 +126,7 @@ class Plan:
     samples: tuple[PlannedSample, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sampled:
     """What became of one planned sample. `failed`: its logits were not numbers, there is no token, and there are no choices."""
 
@@ -134,7 +136,7 @@ class Sampled:
     choices: tuple[Choice, ...] = ()  # the most likely first
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NewToken:
     """One token for the client: output number `offset` of the request's sequence `index`."""
 

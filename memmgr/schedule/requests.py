@@ -101,19 +101,18 @@ class Sequence:
     @property
     def uncomputed(self) -> int:
         """Tokens that the next steps have to compute before the next output can be sampled, or the others can fork; 0: none."""
-        table = self.table
+        table, request, outputs = self.table, self.request, self.outputs_promised
         if table is None:
             return 0  # it has not forked yet
-        if not self.request.forked:
-            return self.request.prompt_length - table.planned
-        return self.promised - table.planned if self.outputs_promised < self.request.max_outputs else 0
+        if not request.forked:
+            return request.prompt_length - table.planned
+        return request.prompt_length + outputs - table.planned if outputs < request.max_outputs else 0
 
     @property
     def decoding(self) -> bool:
         """Whether what is left to compute is an output, or nothing."""
-        if self.table is None or not self.request.forked:
-            return False
-        return self.outputs_promised > 0 and self.promised - self.table.planned <= 1
+        table, request, outputs = self.table, self.request, self.outputs_promised
+        return table is not None and outputs > 0 and request.forked and request.prompt_length + outputs - table.planned <= 1
 
     def is_sampled_at(self, length: int) -> bool:
         """Whether a plan that computes its first `length` tokens has to sample what follows."""
@@ -128,6 +127,8 @@ class Sequence:
         """
         assert self.table is not None
         blocks, told = self.table.blocks, self.told
+        if len(told) == len(blocks) and told[-1:] == blocks[-1:] and not self.moved:
+            return (), ()
         first = 0 if self.moved else max(0, len(told) - 1)
         edits = tuple((logical, blocks[logical]) for logical in range(first, len(told)) if told[logical] != blocks[logical])
         for logical, block in edits:

@@ -70,7 +70,7 @@ class ScheduleCounters:
     acknowledged_steps: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Row:
     """One sequence's part in a plan that has left: positions start .. end - 1.
 
@@ -256,9 +256,13 @@ class Scheduler:
         self._search(now)
         draft = _Draft(self.limits.max_step_tokens)
         self._settle(draft)
-        sequences = [sequence for request in self._running for sequence in request.sequences if not sequence.ended]
-        sequences.sort(key=lambda sequence: not sequence.decoding)  # those that decode first, each by rank
-        for sequence in sequences:
+        decoding: list[Sequence] = []
+        others: list[Sequence] = []
+        for request in self._running:
+            for sequence in request.sequences:
+                if not sequence.ended:
+                    (decoding if sequence.decoding else others).append(sequence)
+        for sequence in decoding + others:
             if sequence.request.state is State.RUNNING:  # not preempted a moment ago
                 self._schedule(draft, sequence)
         self._admit(draft)
@@ -609,6 +613,9 @@ class Scheduler:
         trunk.high_water = max(trunk.high_water, cached_tokens)
 
     def _count(self, sequence: Sequence, row: _Row) -> None:
+        if row.start >= sequence.high_water and row.start >= sequence.request.prompt_length:
+            sequence.high_water = row.end
+            return
         first_time = max(0, row.end - max(row.start, sequence.high_water))
         self.counters.recomputed_tokens += row.end - row.start - first_time
         of_prompt = max(0, min(row.end, sequence.request.prompt_length) - max(row.start, sequence.high_water))

@@ -71,17 +71,12 @@ class FrequencyMemory(Memory):
             self._names_seen.popitem(last=False)
         return self._uses + self._gap * log2(count + 1)
 
-    def _allocate(self, owner: object) -> int:
-        if self.pool.free == 0:
-            self.counters.evicted_blocks += self._forget(self._least())
-        return super()._allocate(owner)
-
-    def _least(self) -> int:
+    def _victims(self, count: int) -> list[int]:
         while self._heap:
             value, block = heappop(self._heap)
             if self._values.get(block) == value and self.pool.state(block) is BlockState.CACHED:
-                return block
-        return self.pool.oldest()  # the source of a copy, cached again without a use
+                return [block]
+        return super()._victims(1)  # the source of a copy, cached again without a use
 
 
 class BriefFrequencyMemory(FrequencyMemory):

@@ -38,6 +38,15 @@ def slots_of(value: object) -> dict[str, Any]:
     return {name: getattr(value, name) for name in type(value).__slots__}  # type: ignore[attr-defined]
 
 
+def pool_state(pool: BlockPool) -> dict[str, Any]:
+    """Return all of a pool's state; of the order of eviction what it is, not how it is kept, which may change by a look."""
+    state = slots_of(pool)
+    for kept in ("_runs", "_run_of", "_last"):
+        del state[kept]
+    every = slice(None)
+    return state | {"order": list(pool.eviction_order()), "evictable": pool.evictable_in(every), "stamps": pool.stamps(every)}
+
+
 def state_of(memory: SwappingMemory) -> dict[str, Any]:
     """Return every part of a memory's state; sequences by the numbers that its journal gives them."""
     assert BlockPool.__slots__, "all of its state is in its slots"
@@ -49,7 +58,7 @@ def state_of(memory: SwappingMemory) -> dict[str, Any]:
     assert not rest, f"state that is not compared: {rest}"
     pins = {name: value for name, value in vars(memory.pins).items() if name in {"_pins", "_made", "_next_expiry"}}
     return {
-        "pool": slots_of(memory.pool),
+        "pool": pool_state(memory.pool),
         "index": slots_of(memory.index),
         "pins": pins,
         "used": {tenant: memory.quotas.used(tenant) for tenant in memory.quotas._used},

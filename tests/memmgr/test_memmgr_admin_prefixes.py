@@ -14,8 +14,10 @@ import pytest
 from kilburn.limits import MAX_PINS
 from kilburn.v1 import admin_pb2 as admin
 from kilburn.v1 import admin_pb2_grpc
+from memmgr.core.blocks import BlockPool
 from memmgr.schedule.probe import probe
 from tests.memmgr.conftest import House
+from tests.memmgr.memmgr_journal import pool_state
 from tests.memmgr.memmgr_messages import submit
 from tests.memmgr.memmgr_peers import PATIENCE_SECONDS, Background, Executor, Gateway
 from tests.memmgr.memmgr_world import World
@@ -202,6 +204,8 @@ def test_a_probe_foresees_evictions_and_changes_nothing() -> None:
 
 def state_of(owner: object) -> dict[str, object]:
     """Everything that an object of the core has, but for the objects beside it."""
+    if isinstance(owner, BlockPool):
+        return pool_state(owner)
     names = getattr(type(owner), "__slots__", None) or vars(owner)
     return {
         name: getattr(owner, name) for name in names if not hasattr(getattr(owner, name), "check_invariants") and name != "_pins"

@@ -39,14 +39,14 @@ def test_the_state_table() -> None:
     assert (pool.state(block), pool.references[block], pool.shared, pool.live) == (LIVE, 1, 0, 1)
     assert pool.drop(block) is True
     pool.keep(block, 7.5)
-    assert (pool.state(block), pool.stamps[block], pool.live, pool.cached, pool.free) == (CACHED, 7.5, 0, 1, 1)
+    assert (pool.state(block), pool.stamp(block), pool.live, pool.cached, pool.free) == (CACHED, 7.5, 0, 1, 1)
     assert (pool.available, pool.oldest()) == (2, block)
     pool.share(block)  # its content is used again: no new generation
     assert (pool.state(block), pool.references[block], pool.generations[block], pool.cached) == (LIVE, 1, 1, 0)
     assert pool.drop(block)
     pool.keep(block, 8.0)
     pool.release(block, 9.0)  # evicted
-    assert (pool.state(block), pool.stamps[block], pool.cached, pool.free) == (FREE, 9.0, 0, 2)
+    assert (pool.state(block), pool.stamp(block), pool.cached, pool.free) == (FREE, 9.0, 0, 2)
     assert pool.take() == block
     assert pool.generations[block] == 2
     pool.check_invariants()
@@ -137,3 +137,79 @@ def test_any_sequence_of_legal_operations_agrees_with_a_naive_model(total: int, 
         assert list(pool.eviction_order()) == order
         assert pool.free + pool.live + pool.cached == pool.total
         pool.check_invariants()
+
+
+MANY = st.sampled_from(["take", "share", "drop", "pin", "unpin", "evict"])
+
+
+@given(
+    st.integers(1, 8),
+    st.sets(st.integers(0, 7)),
+    st.lists(st.tuples(MANY, st.lists(st.integers(0, 7), max_size=8, unique=True), st.booleans()), max_size=30),
+)
+def test_many_at_once_become_what_they_do_one_by_one(
+    total: int, useless: set[int], operations: list[tuple[str, list[int], bool]]
+) -> None:
+    many, single = BlockPool(total), BlockPool(total)
+    of_use = [None if block in useless else "content" for block in range(total)]
+    now = 0.0
+    for operation, numbers, later in operations:
+        now += later
+        chosen = [number for number in numbers if number < total]
+        live = [block for block in chosen if many.references[block]]
+        if operation == "take":
+            count = min(len(chosen), many.free)
+            assert many.take_some(count) == [single.take() for _ in range(count)]
+        elif operation == "share":
+            shared = [block for block in chosen if many.state(block) is not FREE]
+            many.share_all(shared)
+            for block in shared:
+                single.share(block)
+        elif operation == "drop":
+            live = [block for block in live if not (block in useless and many.pins[block])]
+            gone = many.drop_all(live, of_use, now)
+            dropped = [block for block in live if single.drop(block)]
+            assert gone == [block for block in dropped if of_use[block] is None]
+            for block in gone:
+                many.release(block, now)
+            for block in dropped:
+                if of_use[block] is None:
+                    single.release(block, now)
+                else:
+                    single.keep(block, now)
+        elif operation == "evict" and many.evictable_among(range(total)) and not many.free:
+            victims = many.oldest_some(len(chosen) + 1)
+            many.reuse(victims)
+            for block in victims:
+                assert single.oldest() == block
+                single.release(block, now)
+                assert single.take() == block
+        else:
+            for block in chosen:
+                for pool in (many, single):
+                    if operation == "pin" and pool.state(block) is not FREE:
+                        pool.pin(block)
+                    elif operation == "unpin" and pool.pins[block]:
+                        pool.unpin(block)
+        for pool in (many, single):
+            pool.check_invariants()
+        assert list(many.eviction_order()) == list(single.eviction_order())
+        assert [many.state(block) for block in range(total)] == [single.state(block) for block in range(total)]
+        assert (many.references, many.generations, many.shared) == (single.references, single.generations, single.shared)
+        idle = [block for block in range(total) if not many.references[block]]
+        assert [many.stamp(block) for block in idle] == [single.stamp(block) for block in idle]
+
+
+def test_what_left_a_run_is_forgotten_in_time() -> None:
+    """A prefix that is used again and again leaves no more entries behind than there are cached blocks."""
+    pool = BlockPool(8)
+    blocks = pool.take_some(8)
+    assert pool.drop_all(blocks, ["content"] * 8, 0.0) == []
+    for now in range(100):
+        pool.share_all(blocks[:3])
+        assert pool.drop_all(blocks[:3], ["content"] * 8, float(now)) == []
+        pool.check_invariants()
+    assert list(pool.eviction_order()) == [*blocks[3:], *blocks[:3]]
+    assert pool.release_all(100.0) == [*blocks[3:], *blocks[:3]]
+    assert (pool.free, pool.cached) == (8, 0)
+    pool.check_invariants()

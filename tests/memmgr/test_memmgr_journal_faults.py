@@ -153,13 +153,13 @@ def test_an_operation_that_did_not_come_back_is_the_last_one(path: Path, monkeyp
     """It is in the journal before the core fails at it, so that the replay fails there too, or tells that it does not."""
     journal = open_journal(path)
     memory = memory_of(journal, 4, 2, prefix_cache=False, counters=MemoryCounters())
-    lineage, take = Lineage(bytes(HASH_BYTES), ""), BlockPool.take
+    lineage, take = Lineage(bytes(HASH_BYTES), ""), BlockPool.take_some
     admission = memory.plan_admission(lineage, array("I", [1]), 0)
     assert admission is not None
     memory.admit("a", lineage, admission)
     grow(memory, "a", 2)
     with monkeypatch.context() as bug:
-        bug.setattr(BlockPool, "take", lambda pool: never() if pool.live else take(pool))
+        bug.setattr(BlockPool, "take_some", lambda pool, count: never() if pool.live else take(pool, count))
         with pytest.raises(AssertionError):
             grow(memory, "a", 2)
         journal.flush()

@@ -360,7 +360,8 @@ def test_the_least_recently_used_goes_first() -> None:
     memory.now = 5.0
     fill(memory, "d", 4, 4, 4)
     assert memory.index.hash_of(1) is None
-    assert memory.pool.stamps[1] == 5.0
+    release(memory, "d", 4, 4, 4)
+    assert memory.pool.stamp(1) == 5.0
 
 
 def test_what_stands_on_an_evicted_block_goes_with_it() -> None:
