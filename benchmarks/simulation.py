@@ -31,7 +31,7 @@ from benchmarks.figure import Bar, stacked_bars
 from benchmarks.sharing import Begin, Saving
 from cli.simulated import progress, show_reports
 from memmgr.core.memory import Memory
-from memmgr.simulate.eviction import BriefFrequencyMemory, FrequencyMemory, bound, unbounded
+from memmgr.simulate.eviction import BriefFrequencyMemory, FrequencyMemory, RecencyMemory, bound, unbounded
 from memmgr.simulate.policies import Policy
 from memmgr.simulate.prefixes import Prompt, cache, granule, prompts_of
 from memmgr.simulate.saturated import Report, Setup, simulate
@@ -56,7 +56,8 @@ _MAX_STEP_TOKENS: Final = 2048
 _BLOCK_SIZES: Final = (1, 4, 8, 16, 32, 64, 128, 256)
 _CACHE_SIZES: Final = (1_000, 5_000, 10_000, 50_000)
 _ORDERS: Final[dict[str, type[Memory]]] = {
-    "recency": Memory,
+    "recency": RecencyMemory,
+    "the default": Memory,
     "recency and frequency": FrequencyMemory,
     "the same, no ghosts": BriefFrequencyMemory,
 }

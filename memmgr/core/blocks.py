@@ -11,10 +11,15 @@ Knows block numbers only: not what a block holds, nor for whom.
 
 free + live + cached = total, always. A pin is no reference: it keeps a block out of the eviction order, no more.
 
+The eviction order has two segments. What has proven its use (`favour`) lies in the second, whose blocks go only when the first
+has none; within a segment the one that was used least recently goes first. The second takes up a part of the pool: what is beyond
+that, its least recently used, goes to the end of the first. So a prefix that was used twice outlives any number of prompts that
+come once.
+
 State lies in flat lists: ten million blocks cost tens of bytes each and no object, and a list is read and written in a third of
-an array's time. The eviction order is one of runs: what becomes cached at once lies in one run, in order. A block that is used
-again leaves its run by forgetting which it was in; its entry stays behind, and a run that is more than half such entries is
-written anew. So a whole table enters or leaves the order at the cost of one write for each block.
+an array's time. A segment is made of runs: what becomes cached at once lies in one run, in order. A block that is used again
+leaves its run by forgetting which it was in; its entry stays behind, and a run that is more than half such entries is written
+anew. So a whole table enters or leaves the order at the cost of one write for each block.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
+from itertools import chain
 from typing import Final
 
 
@@ -39,13 +45,14 @@ class _Run:
     `blocks[first:]` has those that are in the run, `held` of them, and others that have left.
     """
 
-    __slots__ = ("at", "blocks", "first", "held")
+    __slots__ = ("at", "blocks", "first", "held", "segment")
 
-    def __init__(self, blocks: list[int], at: float) -> None:
-        self.blocks = blocks
+    def __init__(self, at: float, segment: _Segment) -> None:
+        self.blocks: list[int] = []
         self.first = 0
-        self.held = len(blocks)
+        self.held = 0
         self.at: Final = at
+        self.segment = segment
 
     @property
     def whole(self) -> bool:
@@ -53,17 +60,48 @@ class _Run:
         return self.held == len(self.blocks) - self.first
 
 
+class _Segment:
+    """A part of the eviction order. `held` blocks are in its runs, the oldest run first; none is empty."""
+
+    __slots__ = ("held", "last", "runs")
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.runs: Final[OrderedDict[_Run, None]] = OrderedDict()
+        self.last = _Run(0.0, self)  # what was made last, in the order or empty
+
+    def run_at(self, now: float) -> _Run:
+        """Return the run that blocks enter now: the last one, while it is here, of the same time and whole, or a new one.
+
+        In a run that is whole no block is a second time, so that its entry says all.
+        """
+        run = self.last
+        if run.at != now or run.held != len(run.blocks) - run.first or run.segment is not self:
+            run = self.last = _Run(now, self)
+        return run
+
+    def append(self, run: _Run, blocks: list[int]) -> None:
+        """Let blocks that know that they are in the run be in it."""
+        if blocks:
+            run.blocks += blocks
+            run.held += len(blocks)
+            self.held += len(blocks)
+            self.runs[run] = None  # at the end, where it is new
+
+
 class BlockPool:
-    """The blocks of one physical pool, numbered 0 .. total - 1.
+    """The blocks of one physical pool, numbered 0 .. total - 1; cached ones that are favoured take up `proven` of them at most.
 
     Free blocks are given out last freed first, then those never used, lowest first.
     """
 
     __slots__ = (
+        "_favoured",
         "_free",
-        "_last",
+        "_fresh",
+        "_most_proven",
+        "_proven",
         "_run_of",
-        "_runs",
         "_stamps",
         "_unused",
         "cached",
@@ -77,7 +115,7 @@ class BlockPool:
         "total",
     )
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, proven: int = 0) -> None:
         assert total >= 1
         self.total: Final = total
         self.live = 0
@@ -92,8 +130,10 @@ class BlockPool:
         self._free: list[int] = []
         self._unused = 0  # blocks from here on were never given out
         self._run_of: Final[list[_Run | None]] = [None] * total
-        self._runs: Final[OrderedDict[_Run, None]] = OrderedDict()  # the oldest first; none is empty
-        self._last = _Run([], 0.0)  # what was made last, in the order or empty
+        self._fresh = _Segment()
+        self._proven = _Segment()
+        self._most_proven: Final = proven
+        self._favoured: Final = bytearray(total)
 
     @property
     def free(self) -> int:
@@ -150,7 +190,7 @@ class BlockPool:
         """Add a reference to each of some blocks, live or cached; return how many were cached."""
         references, run_of = self.references, self._run_of
         revived = 0
-        left, gone = self._last, 0  # the blocks of a table lie in one run, or a few
+        left, gone = self._fresh.last, 0  # the blocks of a table lie in one run, or a few
         for block in blocks:
             count = references[block]
             references[block] = count + 1
@@ -191,7 +231,7 @@ class BlockPool:
         Returns those whose last reference went and which are of no use: the caller must `release` them at once.
         """
         references, run_of = self.references, self._run_of
-        run = self._run_at(now)
+        run = self._fresh.run_at(now)
         others: list[int] = []
         if self.pinned:
             others = blocks
@@ -207,7 +247,10 @@ class BlockPool:
             kept = blocks[1:] if others == blocks[:1] else [block for block in blocks if run_of[block] is run]
         self.live -= len(kept)
         self.cached += len(kept)
-        self._append(run, kept)
+        if kept and self._favoured[kept[-1]]:  # the head of a chain, with at least its tail's use
+            self._prove(kept, run, now)
+        else:
+            self._fresh.append(run, kept)
         if not others:
             return others
         useless: list[int] = []
@@ -218,6 +261,40 @@ class BlockPool:
                 else:
                     self.keep(block, now)
         return useless
+
+    def favour(self, blocks: Iterable[int]) -> None:
+        """Take note that live blocks have proven their use: once they are cached they go after those that have not."""
+        favoured = self._favoured
+        for block in blocks:
+            favoured[block] = 1
+
+    def _prove(self, blocks: list[int], run: _Run, now: float) -> None:
+        """Put blocks into the order, which all know that they are in `run`: those that are favoured into the second segment.
+
+        The others first: what is moved on from the second segment goes behind them.
+        """
+        favoured, run_of = self._favoured, self._run_of
+        proven = [block for block in blocks if favoured[block]]
+        if len(proven) < len(blocks):
+            self._fresh.append(run, [block for block in blocks if not favoured[block]])
+        later = self._proven.run_at(now)
+        for block in proven:
+            run_of[block] = later
+        self._proven.append(later, proven)
+        self._demote()
+
+    def _demote(self) -> None:
+        """Move what the second segment has too much of to the end of the first."""
+        fresh, proven = self._fresh, self._proven
+        while proven.held > self._most_proven:
+            run, _ = proven.runs.popitem(last=False)
+            for block in run.blocks[run.first :]:
+                if self._run_of[block] is run:
+                    self._favoured[block] = 0
+            proven.held -= run.held
+            fresh.held += run.held
+            run.segment = fresh
+            fresh.runs[run] = None
 
     def keep(self, block: int, now: float) -> None:
         """Make a block whose last reference was dropped a cached one, the last in the order of eviction."""
@@ -260,6 +337,7 @@ class BlockPool:
         if self._run_of[block] is not None:
             self._leave(block)
             self.cached -= 1
+        self._favoured[block] = 0
         self._stamps[block] = now
         self._free.append(block)
 
@@ -269,9 +347,9 @@ class BlockPool:
         blocks = list(self.eviction_order())
         for block in blocks:
             self._run_of[block] = None
+            self._favoured[block] = 0
             self._stamps[block] = now
-        self._runs.clear()
-        self._last = _Run([], now)
+        self._fresh, self._proven = _Segment(), _Segment()
         self._free += blocks
         self.cached = 0
         return blocks
@@ -282,8 +360,9 @@ class BlockPool:
 
     def oldest_some(self, count: int) -> list[int]:
         """Return the cached blocks that are evicted next: of one run, one at least and `count` at most."""
-        assert self._runs, "no cached block"
-        run, run_of = next(iter(self._runs)), self._run_of
+        runs = self._fresh.runs or self._proven.runs
+        assert runs, "no cached block"
+        run, run_of = next(iter(runs)), self._run_of
         while run_of[run.blocks[run.first]] is not run:
             run.first += 1
         blocks = run.blocks[run.first : run.first + count]
@@ -296,6 +375,7 @@ class BlockPool:
         assert run is not None
         for block in blocks:
             run_of[block] = None
+            self._favoured[block] = 0
             references[block] = 1
             generations[block] += 1
         if run.whole and run.blocks[run.first] == blocks[0]:
@@ -307,7 +387,7 @@ class BlockPool:
     def eviction_order(self) -> Iterator[int]:
         """Yield the cached blocks that are not pinned, the next to be evicted first."""
         run_of = self._run_of
-        for run in self._runs:
+        for run in chain(self._fresh.runs, self._proven.runs):
             for block in run.blocks[run.first :]:
                 if run_of[block] is run:
                     yield block
@@ -326,27 +406,12 @@ class BlockPool:
         """Return for each block of a part whether it is cached and not pinned."""
         return [run is not None for run in self._run_of[part]]
 
-    def _run_at(self, now: float) -> _Run:
-        """Return the run that blocks enter now: the last one, while it is of the same time and whole, or a new one.
-
-        In a run that is whole no block is a second time, so that its entry says all.
-        """
-        run = self._last
-        if run.at != now or run.held != len(run.blocks) - run.first:
-            run = self._last = _Run([], now)
-        return run
-
-    def _append(self, run: _Run, blocks: list[int]) -> None:
-        """Let blocks that know that they are in the run be in it."""
-        if blocks:
-            run.blocks += blocks
-            run.held += len(blocks)
-            self._runs[run] = None  # at the end, where it is new
-
     def _enter(self, block: int, now: float) -> None:
         assert self._run_of[block] is None
-        run = self._run_of[block] = self._run_at(now)
-        self._append(run, [block])
+        segment = self._proven if self._favoured[block] else self._fresh
+        run = self._run_of[block] = segment.run_at(now)
+        segment.append(run, [block])
+        self._demote()
 
     def _leave(self, block: int) -> None:
         run = self._run_of[block]
@@ -359,8 +424,9 @@ class BlockPool:
         if not count:
             return
         run.held -= count
+        run.segment.held -= count
         if not run.held:
-            del self._runs[run]
+            del run.segment.runs[run]
             run.blocks, run.first = [], 0
         elif 2 * run.held < len(run.blocks):
             run.blocks = [block for block in run.blocks[run.first :] if self._run_of[block] is run]
@@ -377,7 +443,11 @@ class BlockPool:
         shared = sum(1 for references in self.references if references > 1)
         assert shared == self.shared, f"{shared} blocks are shared, {self.shared} count as shared"
         cached = 0
-        for run in self._runs:
+        for segment in self._fresh, self._proven:
+            assert segment.held == sum(run.held for run in segment.runs), "a segment of the order does not add up"
+            assert all(run.segment is segment for run in segment.runs)
+        assert self._proven.held <= self._most_proven, "too much is favoured"
+        for run in chain(self._fresh.runs, self._proven.runs):
             blocks = [block for block in run.blocks[run.first :] if self._run_of[block] is run]
             assert len(blocks) == len(set(blocks)) == run.held > 0, "a run of cached blocks does not add up"
             assert len(run.blocks) <= 2 * run.held, "a run holds more that has left than what is there"

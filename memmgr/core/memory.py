@@ -25,10 +25,11 @@ text or tensors.
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 from memmgr.core import events
 from memmgr.core.blocks import BlockPool, BlockState
@@ -36,6 +37,9 @@ from memmgr.core.events import NO_BLOCK, Indexed, Record, Unindexed
 from memmgr.core.pins import Pins
 from memmgr.core.prefix import Lineage, Match, Node, PrefixIndex, block_hash, pieces_of
 from memmgr.core.quotas import Quotas
+
+#: Names of evicted blocks that are remembered at most, whatever the size of the pool: some 150 bytes each.
+MAX_GHOSTS: Final = 1 << 20
 
 
 @dataclass(slots=True)
@@ -101,7 +105,15 @@ class StepMemory(NamedTuple):
 
 
 class Memory:
-    """See the module. Where `prefix_cache` is off, nothing is shared but by `fork`, and nothing is kept."""
+    """See the module. Where `prefix_cache` is off, nothing is shared but by `fork`, and nothing is kept.
+
+    A block that an admission uses has proven its use, and so has one whose content was evicted lately and is computed again: the
+    names of what was evicted are remembered for a while. `proven_share` of the pool is for these (see BlockPool), `ghosts` names
+    are remembered for each block.
+    """
+
+    proven_share: ClassVar[float] = 0.3
+    ghosts: ClassVar[int] = 4
 
     def __init__(
         self,
@@ -115,7 +127,7 @@ class Memory:
         self.block_size: Final = block_size
         self.prefix_cache: Final = prefix_cache
         self.counters: Final = counters  # perhaps of more pools than this one, one after another
-        self.pool: Final = BlockPool(total_blocks)
+        self.pool: Final = BlockPool(total_blocks, int(total_blocks * self.proven_share))
         self.index: Final = PrefixIndex(total_blocks, block_size)
         self.pins: Final = self._new_pins(records)
         self.quotas: Final = Quotas(total_blocks)
@@ -126,6 +138,8 @@ class Memory:
         self._held: dict[int, list[object]] = {}  # source -> the owners of references held for the copies of this step
         self._freed: list[int] = []
         self._planning = False  # tables have grown since the last step ended
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # names, the oldest first
+        self._most_evicted = min(self.ghosts * total_blocks, MAX_GHOSTS)
 
     def _new_pins(self, records: list[Record] | None) -> Pins:
         return Pins(self.pool, self.index, records)
@@ -200,6 +214,7 @@ class Memory:
         hits = self.index.hits
         for block in match.blocks:
             hits[block] += 1
+        self.pool.favour(match.blocks)
         table = Table(key, owner, lineage, list(match.blocks), committed=len(match.blocks))
         if match.blocks:
             table.node = self.index.node(match.blocks[-1])
@@ -381,12 +396,33 @@ class Memory:
                 return None
             blocks, names, pieces = blocks[skipped:], names[skipped:], pieces[skipped:]
         node = index.insert_chain(blocks, names, pieces, table.node, lineage.root, lineage.tenant)
+        if self._evicted:
+            self._remember(blocks, names)
         if self._records is not None:
             for block, name, piece in zip(blocks, names, pieces, strict=True):
                 if index.entered_last(block):
                     entry = Indexed(name, index.parent_of(block), piece, lineage.tenant)
                     self._records.append((events.INDEXED, block, table.owner, entry))
         return node
+
+    def _remember(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+        """Favour those of some blocks whose content was evicted lately."""
+        evicted = self._evicted
+        for block, name in zip(blocks, names, strict=True):
+            if name in evicted:
+                del evicted[name]
+                self.pool.favour((block,))
+
+    def _note_evicted(self, names: Iterable[bytes | None]) -> None:
+        """Remember the names of what is evicted, and forget the oldest where there are too many."""
+        if not self._most_evicted:
+            return
+        evicted = self._evicted
+        for name in names:
+            assert name is not None, "what is evicted was in the index"
+            evicted[name] = None
+        while len(evicted) > self._most_evicted:
+            evicted.popitem(last=False)
 
     def _allocate(self, count: int, owner: object) -> list[int]:
         """Give out blocks, which there must be; cached ones are evicted, one by one, where too few are free."""
@@ -403,11 +439,14 @@ class Memory:
     def _evict(self, count: int) -> list[int]:
         """Give out blocks that were cached, one at least and `count` at most. None is free."""
         victims = self._victims(count)
+        names = self.index.names_of(victims)
         entries = [] if self._records is None else [self._entry(block) for block in victims]
         del victims[self.index.remove_leaves(victims) :]
         if not victims:  # something stands on the first one, and goes with it
+            self._note_evicted(names[:1])
             self.counters.evicted_blocks += self._forget(self._victims(1)[0], events.EVICTED)
             return self.pool.take_some(min(count, self.pool.free))
+        self._note_evicted(names[: len(victims)])
         self.pool.reuse(victims)
         self._freed += victims
         self.counters.evicted_blocks += len(victims)

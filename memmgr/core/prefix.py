@@ -195,6 +195,11 @@ class PrefixIndex:
         """Return the hash under which a block is known, or None where it is not in the index."""
         return self.hashes[block]
 
+    def names_of(self, blocks: Sequence[int]) -> list[bytes | None]:
+        """Return the hash under which each of some blocks is known."""
+        hashes = self.hashes
+        return [hashes[block] for block in blocks]
+
     def parent_of(self, block: int) -> bytes:
         """Return the hash that an indexed block hangs on: its parent node's or its root."""
         parent = self._parents[block]

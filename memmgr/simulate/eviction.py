@@ -29,10 +29,17 @@ _MEMORY_USES: Final = 1 << 14
 _MIN_STALE: Final = 64
 
 
-class FrequencyMemory(Memory):
-    """A memory that evicts by recency and count. `ghosts` names are remembered for each block of the pool."""
+class RecencyMemory(Memory):
+    """A memory that evicts by recency alone."""
 
-    ghosts: ClassVar[int] = 16
+    proven_share: ClassVar[float] = 0.0
+    ghosts: ClassVar[int] = 0
+
+
+class FrequencyMemory(RecencyMemory):
+    """A memory that evicts by recency and count. `seen` names are remembered for each block of the pool."""
+
+    seen: ClassVar[int] = 16
 
     def __init__(self, total_blocks: int, block_size: int, *, prefix_cache: bool, counters: MemoryCounters) -> None:
         super().__init__(total_blocks, block_size, prefix_cache=prefix_cache, counters=counters)
@@ -67,7 +74,7 @@ class FrequencyMemory(Memory):
         if count:
             self._gap += (self._uses - last - self._gap) / _MEMORY_USES
         self._names_seen[name] = (count + 1, self._uses)
-        if len(self._names_seen) > self.ghosts * self.pool.total:
+        if len(self._names_seen) > self.seen * self.pool.total:
             self._names_seen.popitem(last=False)
         return self._uses + self._gap * log2(count + 1)
 
@@ -82,7 +89,7 @@ class FrequencyMemory(Memory):
 class BriefFrequencyMemory(FrequencyMemory):
     """The same, remembering no more names than there are blocks."""
 
-    ghosts = 1
+    seen = 1
 
 
 # ---------------------------------------------------------------------------------------------------- bounds

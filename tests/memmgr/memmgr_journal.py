@@ -41,9 +41,10 @@ def slots_of(value: object) -> dict[str, Any]:
 def pool_state(pool: BlockPool) -> dict[str, Any]:
     """Return all of a pool's state; of the order of eviction what it is, not how it is kept, which may change by a look."""
     state = slots_of(pool)
-    for kept in ("_runs", "_run_of", "_last"):
+    for kept in ("_fresh", "_proven", "_run_of"):
         del state[kept]
     every = slice(None)
+    state["proven"] = pool._proven.held
     return state | {"order": list(pool.eviction_order()), "evictable": pool.evictable_in(every), "stamps": pool.stamps(every)}
 
 
@@ -53,7 +54,7 @@ def state_of(memory: SwappingMemory) -> dict[str, Any]:
     assert PrefixIndex.__slots__
     number: Callable[[Any], int] = memory._numbers.__getitem__ if isinstance(memory, JournaledMemory) else int
     known = {"block_size", "prefix_cache", "counters", "pool", "index", "pins", "now", "_records", "_tables", "_copies", "_held"}
-    known |= {"quotas", "host", "_swapped", "_outs", "_ins"}
+    known |= {"quotas", "host", "_swapped", "_outs", "_ins", "_evicted", "_most_evicted"}
     rest = set(vars(memory)) - known - {"_freed", "_planning", "_journal", "_numbers", "_unused_numbers", "_swapping"}
     assert not rest, f"state that is not compared: {rest}"
     pins = {name: value for name, value in vars(memory.pins).items() if name in {"_pins", "_made", "_next_expiry"}}
@@ -71,6 +72,7 @@ def state_of(memory: SwappingMemory) -> dict[str, Any]:
         "outs": list(memory._outs.items()),
         "ins": list(memory._ins.items()),
         "planning": memory._planning,
+        "evicted": list(memory._evicted),
         "counters": asdict(memory.counters),
         "kind": (memory.block_size, memory.prefix_cache),
     }

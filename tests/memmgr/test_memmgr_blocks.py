@@ -213,3 +213,54 @@ def test_what_left_a_run_is_forgotten_in_time() -> None:
     assert pool.release_all(100.0) == [*blocks[3:], *blocks[:3]]
     assert (pool.free, pool.cached) == (8, 0)
     pool.check_invariants()
+
+
+def cached(pool: BlockPool, count: int, now: float, *, favoured: bool = False) -> list[int]:
+    """Make free blocks cached ones, at once, the last of a chain first."""
+    blocks = pool.take_some(count)
+    if favoured:
+        pool.favour(blocks)
+    assert pool.drop_all(blocks[::-1], [b"name"] * pool.total, now) == []
+    pool.check_invariants()
+    return blocks
+
+
+def test_what_has_proven_its_use_goes_last() -> None:
+    pool = BlockPool(8, proven=4)
+    proven = cached(pool, 2, 1.0, favoured=True)
+    once = cached(pool, 3, 2.0)
+    assert list(pool.eviction_order()) == [*once[::-1], *proven[::-1]]
+    assert pool.oldest_some(8) == once[::-1]
+
+
+def test_what_is_favoured_beyond_its_part_of_the_pool_waits_its_turn_again() -> None:
+    pool = BlockPool(8, proven=3)
+    first = cached(pool, 2, 1.0, favoured=True)
+    once = cached(pool, 1, 2.0)
+    second = cached(pool, 2, 3.0, favoured=True)
+    assert list(pool.eviction_order()) == [*once, *first[::-1], *second[::-1]]
+    third = cached(pool, 2, 4.0, favoured=True)
+    assert list(pool.eviction_order()) == [*once, *first[::-1], *second[::-1], *third[::-1]]
+    assert pool.oldest_some(8) == once
+
+
+def test_a_chain_whose_head_has_proven_its_use_is_parted() -> None:
+    pool = BlockPool(8, proven=4)
+    chain = pool.take_some(4)
+    pool.favour(chain[:2])
+    pool.drop_all(chain[::-1], [b"name"] * 8, 1.0)
+    pool.check_invariants()
+    other = cached(pool, 2, 2.0)
+    assert list(pool.eviction_order()) == [chain[3], chain[2], *other[::-1], chain[1], chain[0]]
+
+
+def test_what_is_given_out_again_has_to_prove_its_use_again() -> None:
+    pool = BlockPool(2, proven=2)
+    blocks = cached(pool, 2, 1.0, favoured=True)
+    pool.reuse(pool.oldest_some(2))
+    assert pool.drop_all([0], [b"name"] * 2, 2.0) == []
+    pool.release(0, 2.0)
+    again = cached(pool, 1, 3.0)
+    assert pool.drop_all([1], [b"name"] * 2, 4.0) == []
+    assert list(pool.eviction_order()) == [*again, 1]
+    assert sorted(blocks) == [0, 1]

@@ -430,3 +430,47 @@ def test_invariants_see_damage(damage: str) -> None:
         memory.counters.allocated_blocks += 1
     with pytest.raises(AssertionError):
         memory.check_invariants()
+
+
+def one_after_the_other(memory: Memory, *prompts: range) -> None:
+    """Let prompts through, each alone."""
+    for number, prompt in enumerate(prompts):
+        tokens = array("I", prompt)
+        lineage = Lineage(root_hash("m", "t", ""), "t")
+        admission = memory.plan_admission(lineage, tokens, 0)
+        assert admission is not None
+        table = memory.admit(number, lineage, admission)
+        growth = memory.plan_growth(table, len(tokens) - table.planned)
+        assert growth is not None
+        memory.grow(growth)
+        memory.end_step()
+        memory.acknowledge(table, len(tokens), tokens)
+        memory.release(number, tokens)
+        memory.end_step()
+        memory.check_invariants()
+
+
+def cached_blocks(memory: Memory, prompt: range) -> int:
+    return len(memory.plan_match(Lineage(root_hash("m", "t", ""), "t"), array("I", [*prompt, 0])).blocks)
+
+
+def test_a_prefix_that_was_used_twice_outlives_prompts_that_come_once() -> None:
+    memory = Memory(10, 4, prefix_cache=True, counters=MemoryCounters())
+    twice = range(100, 109)
+    one_after_the_other(memory, twice, twice, *(range(first, first + 9) for first in range(200, 400, 10)))
+    assert cached_blocks(memory, twice) == 2
+    assert cached_blocks(memory, range(200, 209)) == 0
+
+
+def test_what_comes_back_after_it_was_evicted_has_proven_its_use() -> None:
+    memory = Memory(10, 4, prefix_cache=True, counters=MemoryCounters())
+    back = range(100, 109)
+    once = [range(first, first + 9) for first in range(200, 600, 10)]
+    one_after_the_other(memory, back, *once[:5])
+    assert cached_blocks(memory, back) == 0
+    one_after_the_other(memory, back, *once[5:15])
+    assert cached_blocks(memory, back) == 2
+    # What was evicted too long ago is forgotten: forty names are remembered.
+    memory = Memory(10, 4, prefix_cache=True, counters=MemoryCounters())
+    one_after_the_other(memory, back, *once[:35], back, *once[35:])
+    assert cached_blocks(memory, back) == 0
