@@ -1,12 +1,15 @@
 """A pool of half of what is asked for: requests are set aside, on the host or to be computed again; nobody sees a difference."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from kilburn.client import Client
 from kilburn.v1 import inference_pb2 as api
 from tests.e2e.calls import Answer, ask_all, from_ids
+from tests.e2e.place import wait_until
 from tests.e2e.system import Flag, System
 
 pytestmark = pytest.mark.processes
@@ -76,3 +79,24 @@ def test_half_of_the_demand(preemption: str, model: Path, undisturbed: list[Answ
             assert counters.recomputed_tokens > 0
         assert list(half.admin.verify(with_executor=True).faults) == []
         half.settled()
+
+
+def test_a_tenant_over_its_quota_disturbs_nobody_else(model: Path, undisturbed: list[Answer]) -> None:
+    """One tenant asks for as much as the pool holds and may have a quarter of it; another one gets what it would get alone."""
+    with System(flags(model, DEMAND), threads=1) as system:
+        system.admin.set_quota("noisy", max_blocks=DEMAND // 4)
+        with Client(str(system.gateway_address), tenant="noisy") as noisy, ThreadPoolExecutor(2) as threads:
+            crowd = threads.submit(ask_all, noisy, ASKED)
+            wait_until(lambda: system.admin.pool().counters.preemptions > 0, 60, "the noisy tenant at its limit")
+            others = threads.submit(ask_all, system.client, ASKED[:6])
+            most = 0
+            while not others.done():
+                most = max(most, *(quota.used_blocks for quota in system.admin.quotas() if quota.tenant == "noisy"))
+            answers, heard = others.result(), crowd.result()
+        assert [answer.ids for answer in answers] == [answer.ids for answer in undisturbed[:6]]
+        assert [answer.usage.preemptions for answer in answers] == [0] * 6
+        assert max(answer.usage.queue_seconds for answer in answers) < 1, "they did not wait for the other tenant"
+        assert 0 < most <= DEMAND // 4
+        assert [answer.ids for answer in heard] == [answer.ids for answer in undisturbed]
+        assert sum(answer.usage.preemptions for answer in heard) > 0
+        system.settled()
