@@ -8,6 +8,7 @@ processor. Then the memory manager alone, with a million blocks and an executor 
 quiet and during dumps.
 """
 
+import gc
 import itertools
 import json
 import multiprocessing
@@ -22,6 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
@@ -186,53 +188,69 @@ def _memory_manager(folder: Path) -> Iterator[str]:
         process.wait(30)
 
 
+def _answer(folder: Path, wishes: Connection, times: Connection) -> None:
+    """Keep the memory manager at work, in a process of its own; tell when each step was answered, once anything is wished."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    executor = AnsweringExecutor(context, executor_endpoint(folder), _MILLION, 16, _SEQUENCES)
+    gateway = KeepingGateway(context, gateway_endpoint(folder), _SEQUENCES, 256, 256)
+    gc.disable()  # a pause here would look like one there
+    stopping = threading.Event()
+
+    def keep() -> None:
+        while not stopping.is_set():
+            gateway.listen()
+
+    thread = threading.Thread(target=keep)
+    thread.start()
+    while not wishes.poll():
+        executor.listen()
+    stopping.set()
+    thread.join()
+    times.send((executor.answered, gateway.refused))
+    executor.close()
+    gateway.close()
+    context.term()
+
+
 def dump(progress: Progress) -> Dumped:
     """Measure the second part."""
     task = progress.add_task("dumping", total=_DUMPS + 1)
+    spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="kilburn-bench-") as name, _memory_manager(Path(name) / "run") as address:
-        folder = Path(name) / "run"
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        executor = AnsweringExecutor(context, executor_endpoint(folder), _MILLION, 16, _SEQUENCES)
-        gateway = KeepingGateway(context, gateway_endpoint(folder), _SEQUENCES, 256, 256)
-        stopping = threading.Event()
-
-        def pump() -> None:
-            while not stopping.is_set():
-                executor.listen()
-
-        def keep() -> None:
-            while not stopping.is_set():
-                gateway.listen()
-
-        threads = [threading.Thread(target=pump), threading.Thread(target=keep)]
-        for thread in threads:
-            thread.start()
+        wished, wish = spawn.Pipe(duplex=False)
+        answers, times = spawn.Pipe(duplex=False)
+        load = spawn.Process(target=_answer, args=(Path(name) / "run", wished, times), daemon=True)
+        load.start()
         try:
             with AdminClient(address) as admin:
                 deadline = time.monotonic() + _START_SECONDS
                 while admin.pool().running < _SEQUENCES and time.monotonic() < deadline:
                     time.sleep(0.2)
-                quiet_from = len(executor.answered)
+                quiet_from = time.monotonic()
                 time.sleep(5)
-                quiet_to = len(executor.answered)
+                quiet_to = time.monotonic()
                 progress.advance(task)
-                began = time.monotonic()
                 for _ in range(_DUMPS):
                     assert sum(1 for _ in admin.blocks()) == _MILLION
                     progress.advance(task)
-                seconds = (time.monotonic() - began) / _DUMPS
-                dumping_to = len(executor.answered)
+                dumping_to = time.monotonic()
+            wish.send(True)
+            answered, refused = answers.recv()
         finally:
-            stopping.set()
-            for thread in threads:
-                thread.join()
-            executor.close()
-            gateway.close()
-            context.term()
-    if gateway.refused:
-        raise click.ClickException(f"a request was refused: {gateway.refused}")
-    quiet, dumping = _gaps(executor.answered[quiet_from:quiet_to]), _gaps(executor.answered[quiet_to:dumping_to])
-    return Dumped(_MILLION, seconds, statistics.median(quiet), max(quiet), statistics.median(dumping), max(dumping))
+            load.join(10)
+            load.kill()
+    if refused:
+        raise click.ClickException(f"a request was refused: {refused}")
+    quiet = _gaps([at for at in answered if quiet_from <= at < quiet_to])
+    dumping = _gaps([at for at in answered if quiet_to <= at < dumping_to])
+    return Dumped(
+        blocks=_MILLION,
+        dump_seconds=(dumping_to - quiet_to) / _DUMPS,
+        median_quiet_ms=statistics.median(quiet),
+        longest_quiet_ms=max(quiet),
+        median_dumping_ms=statistics.median(dumping),
+        longest_dumping_ms=max(dumping),
+    )
 
 
 def _gaps(times: Sequence[float]) -> list[float]:

@@ -24,6 +24,7 @@ from kilburn.v1 import admin_pb2 as admin
 from kilburn.v1 import admin_pb2_grpc
 from memmgr import views
 from memmgr.calls import ANSWER_SECONDS, Context, abort, check_enum, tenant_for
+from memmgr.dumps import Dump
 from memmgr.engine import Engine
 from memmgr.events import Batch, history, read_page
 from memmgr.guard import Guard
@@ -110,12 +111,9 @@ class AdminService(PrefixCalls, QuotaCalls):
     ) -> AsyncIterator[admin.BlockPage]:
         """The pool's blocks, in pages, all of one instant."""
         await check_enum(context, [request.state], admin.BlockState.DESCRIPTOR, "state")
-        snapshot = await self.ask(
-            context, lambda: views.snapshot_blocks(self.engine, request.first, request.limit, time.monotonic())
-        )
-        if snapshot is None:
-            yield admin.BlockPage(cursor=self.engine.events.cursor)
-            return
+        dump, snapshot = Dump(request.first, request.limit), None
+        while snapshot is None:
+            snapshot = await self.ask(context, lambda: views.snapshot_blocks(self.engine, dump, time.monotonic()))
         for page in views.block_pages(snapshot, request.state, request.min_references):
             yield page
 
@@ -123,7 +121,7 @@ class AdminService(PrefixCalls, QuotaCalls):
         """A block as it is, and the last events that touched it."""
 
         def snapshot() -> tuple[views.BlocksSnapshot | None, list[Batch]]:
-            blocks = views.snapshot_blocks(self.engine, request.block, 1, time.monotonic())
+            blocks = views.snapshot_blocks(self.engine, Dump(request.block, 1), time.monotonic())
             return blocks, self.engine.events.after(0)
 
         blocks, batches = await self.ask(context, snapshot)

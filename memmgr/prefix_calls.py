@@ -3,12 +3,14 @@
 import time
 from collections.abc import AsyncIterator
 from functools import partial
+from itertools import islice
 from typing import Final
 
 from kilburn.limits import MAX_SAMPLES
 from kilburn.v1 import admin_pb2 as admin
 from memmgr.calls import Calls, Context, abort, read_ttl, tenant_for
-from memmgr.prefix_views import pin_message, prefix_pages, probe_message, snapshot_tree
+from memmgr.dumps import Dump
+from memmgr.prefix_views import NODES_AT_ONCE, pin_message, prefix_pages, probe_message, snapshot_tree, tree_of
 from memmgr.reasons import Code
 from memmgr.schedule.probe import probe
 from memmgr.session import NotCachedError, PinRefusedError, Session
@@ -24,9 +26,14 @@ class PrefixCalls(Calls):
         self, request: admin.GetPrefixTreeRequest, context: Context
     ) -> AsyncIterator[admin.PrefixPage]:
         """The prefix index, depth first, in pages, all of one instant."""
-        cursor, nodes = await self.ask(
-            context, lambda: snapshot_tree(self.engine, request.tenant, request.max_depth, request.max_nodes)
-        )
+        tenant, max_depth, max_nodes = request.tenant, request.max_depth, request.max_nodes
+        if 0 < max_nodes <= NODES_AT_ONCE:
+            cursor, nodes = await self.ask(context, lambda: snapshot_tree(self.engine, tenant, max_depth, max_nodes))
+        else:
+            dump = Dump(0, 0)
+            while not await self.ask(context, lambda: dump.take(self.engine)):
+                pass
+            cursor, nodes = dump.cursor, islice(tree_of(list(dump.read()), tenant, max_depth), max_nodes or None)
         for page in prefix_pages(nodes, cursor, with_tokens=request.with_tokens):
             yield page
 

@@ -1,6 +1,7 @@
 """The memory manager as a process: its lock, its signals, its address file, its end."""
 
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from memmgr.journal.recording import Journal
 
 #: What ends the process. A terminal's Ctrl-C and a supervisor's SIGTERM may come together.
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
+
+#: How long a thread of this process waits for Python's lock before who has it must give it up.
+_SWITCH_SECONDS: Final = 0.0005
 
 
 def run(config: MemmgrConfig) -> None:
@@ -58,6 +62,9 @@ def _journal(config: MemmgrConfig, logger: log.Logger) -> Iterator[Journal | Non
 
 
 def _serve(config: MemmgrConfig, context: "zmq.Context[zmq.Socket[bytes]]", logger: log.Logger, journal: Journal | None) -> None:
+    # Each time that a step waits for a message it gives Python's lock up, and waits for it as long as this where the admin API's
+    # thread has it. With the default of 5 ms a step was held up by 30 ms and more while a long answer was made.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     engine = Engine(config, new_incarnation(), context, logger, journal)
     server = AdminServer(engine, config.admin, logger)
     for number in _ENDING:

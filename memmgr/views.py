@@ -13,12 +13,16 @@ from typing import Final
 from kilburn.v1 import admin_pb2 as admin
 from memmgr.core.blocks import BlockState
 from memmgr.core.swap import SwappingMemory
+from memmgr.dumps import Dump
 from memmgr.engine import Engine
 from memmgr.schedule.requests import Sequence, State
 
 #: Bytes at which a page is full. A block with the most and longest holders has as many again, so that no page of blocks reaches
 #: the 1 MiB of the contract.
 PAGE_BYTES: Final = 256 * 1024
+
+#: Blocks at which one is full: what is made of it in one call of C, and freed in one, takes a millisecond or two.
+PAGE_BLOCKS: Final = 4096
 
 #: Bytes that a message in a repeated field takes beside its own: tag and length.
 FRAMING_BYTES: Final = 5
@@ -37,18 +41,9 @@ class SequenceSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class BlocksSnapshot:
-    """Flat copies of blocks first .. first + len(references) - 1, and every running sequence's table."""
+    """Blocks at one instant, and every running sequence's table. The dump can be read once."""
 
-    first: int
-    references: list[int]
-    evictable: list[bool]  # cached and not pinned
-    pins: list[int]
-    generations: list[int]
-    stamps: list[float]
-    depths: list[int]
-    names: list[bytes | None]
-    tokens: list[bytes | None]
-    tenants: list[str]
+    dump: Dump
     block_size: int
     sequences: list[SequenceSnapshot]
     now: float
@@ -198,31 +193,12 @@ def snapshot_references(engine: Engine, sequence: SequenceSnapshot) -> list[int]
     return [references[block] for block in sequence.blocks]
 
 
-def snapshot_blocks(engine: Engine, first: int, limit: int, now: float) -> BlocksSnapshot | None:
-    """Return the blocks first .. first + limit - 1 (0: to the end); None where there is no pool."""
-    if engine.session is None:
+def snapshot_blocks(engine: Engine, dump: Dump, now: float) -> BlocksSnapshot | None:
+    """Go on with a dump between two steps; return the blocks once it is complete. Where there is no pool there are none."""
+    if not dump.take(engine):
         return None
-    memory = engine.session.scheduler.memory
-    blocks, index = memory.pool, memory.index
-    stop = min(blocks.total, first + limit) if limit else blocks.total
-    part = slice(first, stop)
-    names, tokens = index.entries(part)
-    return BlocksSnapshot(
-        first=first,
-        references=blocks.references[part],
-        evictable=blocks.evictable_in(part),
-        pins=blocks.pins[part],
-        generations=blocks.generations[part],
-        stamps=blocks.stamps(part),
-        depths=index.depths[part],
-        names=names,
-        tokens=tokens,
-        tenants=index.tenants[part],
-        block_size=memory.block_size,
-        sequences=snapshot_sequences(engine, now),
-        now=now,
-        cursor=engine.take_events(),
-    )
+    block_size = engine.session.memory.block_size if engine.session is not None else 1
+    return BlocksSnapshot(dump, block_size, snapshot_sequences(engine, now), now, dump.cursor)
 
 
 # --------------------------------------------------------------------------------------------- in the admin's thread
@@ -255,32 +231,32 @@ def block_pages(snapshot: BlocksSnapshot, state: int, min_references: int) -> It
     """Yield the blocks of a snapshot that are asked for, in pages under 1 MiB; one empty page where there are none."""
     holders, fills = _holders(snapshot)
     page, size, full = admin.BlockPage(cursor=snapshot.cursor), 0, False
-    for offset, references in enumerate(snapshot.references):
-        block = snapshot.first + offset
-        pinned = snapshot.pins[offset] > 0
-        now_in = _state(references, snapshot.evictable[offset], pinned)
-        if (state and now_in != state) or references < min_references:
-            continue
-        held_by = holders.get(block, [])
-        name = snapshot.names[offset]
-        message = page.blocks.add(
-            block=block,
-            state=admin.BlockState.ValueType(now_in),
-            references=references,
-            filled=fills.get(block, len(snapshot.tokens[offset] or b"") // 4),
-            prefix_hash=name or b"",
-            depth=snapshot.depths[offset] if name else 0,
-            pinned=pinned,
-            tenant=held_by[0].tenant if held_by else snapshot.tenants[offset] if name else "",
-            idle_seconds=0.0 if references else snapshot.now - snapshot.stamps[offset],
-            holders=[f"{holder.tenant}/{holder.request_id}/{holder.index}" for holder in held_by],
-            generation=snapshot.generations[offset],
-        )
-        size += message.ByteSize() + FRAMING_BYTES
-        if size > PAGE_BYTES:
-            yield page
-            page, size = admin.BlockPage(cursor=snapshot.cursor), 0
-            full = True
+    for part in snapshot.dump.read():
+        for offset, references in enumerate(part.references):
+            block, pinned = part.first + offset, part.pins[offset] > 0
+            now_in = _state(references, part.evictable[offset], pinned)
+            if (state and now_in != state) or references < min_references:
+                continue
+            held_by = holders.get(block, [])
+            name = part.names[offset]
+            message = page.blocks.add(
+                block=block,
+                state=admin.BlockState.ValueType(now_in),
+                references=references,
+                filled=fills.get(block, len(part.tokens[offset] or b"") // 4),
+                prefix_hash=name or b"",
+                depth=part.depths[offset] if name else 0,
+                pinned=pinned,
+                tenant=held_by[0].tenant if held_by else part.tenants[offset] if name else "",
+                idle_seconds=0.0 if references else snapshot.now - part.stamps[offset],
+                holders=[f"{holder.tenant}/{holder.request_id}/{holder.index}" for holder in held_by],
+                generation=part.generations[offset],
+            )
+            size += message.ByteSize() + FRAMING_BYTES
+            if size > PAGE_BYTES or len(page.blocks) == PAGE_BLOCKS:
+                yield page
+                page, size = admin.BlockPage(cursor=snapshot.cursor), 0
+                full = True
     if page.blocks or not full:
         yield page
 

@@ -119,7 +119,7 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """The nodes of an index and how they hang together: its own arrays, to be read at once, or copies of them."""
+    """The nodes of an index and how they hang together: its own lists, to be read at once."""
 
     hashes: Sequence[bytes | None]
     parents: Sequence[bytes | None]
@@ -147,6 +147,19 @@ class Forest:
                 yield block
                 if (child := self.first_child[block]) != _NONE and not 0 < max_depth <= self.depths[block] + 1:
                     ahead.append(child)
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """What the index knows of a part of the blocks, copied; None, "" or 0 where one is not in it, but for depths and hits."""
+
+    names: list[bytes | None]
+    parents: list[bytes | None]
+    tokens: list[bytes | None]  # 4 bytes each
+    tenants: list[str]
+    depths: list[int]
+    hits: list[int]
+    serials: list[int]
 
 
 class PrefixIndex:
@@ -221,21 +234,29 @@ class PrefixIndex:
         """Return the parent node's block; negative where an indexed block hangs on a root."""
         return self._above[block]
 
-    def entries(self, part: slice) -> tuple[list[bytes | None], list[bytes | None]]:
-        """Return for each block of a part the hash by which it is known, and its tokens, 4 bytes each; None where it is not."""
-        return self.hashes[part], self._tokens[part]
+    def nodes(self, part: slice) -> Nodes:
+        """Return what is known of a part of the blocks."""
+        return Nodes(
+            names=self.hashes[part],
+            parents=self._parents[part],
+            tokens=self._tokens[part],
+            tenants=self.tenants[part],
+            depths=self.depths[part],
+            hits=self.hits[part],
+            serials=self._serials[part],
+        )
 
-    def forest(self, *, copied: bool) -> Forest:
-        """Return all nodes. Where they are not `copied`, what was returned is of use only until the index changes."""
+    def forest(self) -> Forest:
+        """Return all nodes, to be read before the index changes."""
         return Forest(
-            hashes=self.hashes[:] if copied else self.hashes,
-            parents=self._parents[:] if copied else self._parents,
-            tokens=self._tokens[:] if copied else self._tokens,
-            tenants=self.tenants[:] if copied else self.tenants,
-            depths=self.depths[:] if copied else self.depths,
-            hits=self.hits[:] if copied else self.hits,
-            first_child=self._first_child[:] if copied else self._first_child,
-            next_sibling=self._next_sibling[:] if copied else self._next_sibling,
+            hashes=self.hashes,
+            parents=self._parents,
+            tokens=self._tokens,
+            tenants=self.tenants,
+            depths=self.depths,
+            hits=self.hits,
+            first_child=self._first_child,
+            next_sibling=self._next_sibling,
             roots=tuple(self._roots.values()),
         )
 

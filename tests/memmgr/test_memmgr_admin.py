@@ -22,6 +22,7 @@ from kilburn.v1 import engine_pb2 as engine
 from memmgr.admin import AdminServer
 from memmgr.core.events import RELEASED
 from memmgr.core.prefix import Lineage, root_hash
+from memmgr.dumps import Dump
 from memmgr.schedule.scheduler import Scheduler
 from memmgr.views import block_pages, snapshot_blocks
 from tests.memmgr.conftest import House
@@ -418,7 +419,7 @@ def test_pages_of_blocks_that_many_hold(house: House) -> None:
         name = f"{handle}" + "ü" * 127
         gateway.send(submit(handle, tenant=tenant, request_id=name, prompt_ids=[*range(90), handle], max_tokens=300))
     gateway.until(lambda: len(gateway.tokens) == 9, "all to run")
-    snapshot = house.ask(lambda: snapshot_blocks(house.engine, 0, 0, 0.0))
+    snapshot = house.ask(lambda: snapshot_blocks(house.engine, Dump(0, 0), 0.0))
     assert snapshot is not None
     pages = list(block_pages(snapshot, 0, 0))
     working.stop()

@@ -15,6 +15,7 @@ from memmgr.core import events
 from memmgr.core.events import Record
 from memmgr.core.memory import Memory, MemoryCounters
 from memmgr.core.prefix import Lineage, root_hash
+from memmgr.dumps import Dump
 from memmgr.engine import Engine
 from memmgr.events import EventLog, history, read_page
 from memmgr.schedule.plans import EndCode
@@ -189,7 +190,7 @@ class Watched:
     def snapshot(self) -> list[admin.BlockPage]:
         session = SimpleNamespace(scheduler=self.world.scheduler, memory=self.world.memory)
         engine = SimpleNamespace(session=session, take_events=self.take_events)
-        blocks = snapshot_blocks(cast(Engine, engine), 0, 0, self.world.now)
+        blocks = snapshot_blocks(cast(Engine, engine), Dump(0, 0), self.world.now)
         assert blocks is not None
         return list(block_pages(blocks, 0, 0))
 
@@ -205,7 +206,7 @@ class Watched:
                 chain.append(block)
                 block = memory.index.above(block)
             for known in reversed(chain):
-                tokens.frombytes(memory.index.entries(slice(known, known + 1))[1][0] or b"")
+                tokens.frombytes(memory.index.nodes(slice(known, known + 1)).tokens[0] or b"")
             blocks = pins.pinnable(lineage, tokens)
             if blocks and memory.pool.pinned + pins.new_blocks(blocks) <= self.world.scheduler.most_pinned:
                 pins.pin(blocks, "tenant", self.world.now + 1 + number % 9)

@@ -27,6 +27,7 @@ from memmgr.core.events import Record
 from memmgr.core.memory import MemoryCounters
 from memmgr.core.prefix import root_hash
 from memmgr.core.swap import SwappingMemory
+from memmgr.dumps import Dump
 from memmgr.engine import Engine
 from memmgr.events import EventLog, read_page
 from memmgr.schedule.beams import Choice
@@ -80,7 +81,7 @@ class Hour:
         """Return every block, as ListBlocks does."""
         session = SimpleNamespace(scheduler=self.scheduler, memory=self.memory)
         engine = cast(Engine, SimpleNamespace(session=session, take_events=self.take_events))
-        blocks = snapshot_blocks(engine, 0, 0, self.now)
+        blocks = snapshot_blocks(engine, Dump(0, 0), self.now)
         assert blocks is not None
         return list(block_pages(blocks, 0, 0))
 

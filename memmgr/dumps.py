@@ -1,0 +1,151 @@
+"""A copy of a pool of any size, of one instant, without holding up a step for longer than a piece of it takes to copy.
+
+The pieces are copied between steps, one at a time; steps go on in between. With the last piece, which is the copy's instant,
+every block that an event has told of since the first one is read again. Events tell of everything that changes: whatever happens
+to a block is in its records (see core/events.py).
+
+Knows the core's lists and the event log; not messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+from memmgr.core.events import NO_BLOCK
+from memmgr.core.swap import SwappingMemory
+from memmgr.engine import Engine
+from memmgr.session import Session
+
+#: Blocks that are copied between two steps: some three milliseconds.
+PIECE_BLOCKS: Final = 1 << 15
+
+#: How often a copy is begun anew, because another pool came or more happened than events are held, before it is made at once.
+_MOST_BEGINNINGS: Final = 3
+
+
+class Part(NamedTuple):
+    """What is known of blocks first, first + 1, ...: each tuple has an entry for every one.
+
+    Tuples, because Python's collector of cycles lets go of those that hold numbers, strings and bytes alone: it would look
+    through lists of millions of entries in the middle of a step.
+    """
+
+    first: int
+    references: tuple[int, ...]
+    evictable: tuple[bool, ...]  # cached and not pinned
+    pins: tuple[int, ...]
+    generations: tuple[int, ...]
+    stamps: tuple[float, ...]
+    depths: tuple[int, ...]
+    hits: tuple[int, ...]
+    serials: tuple[int, ...]
+    names: tuple[bytes | None, ...]
+    parents: tuple[bytes | None, ...]
+    tokens: tuple[bytes | None, ...]
+    tenants: tuple[str, ...]
+
+    @property
+    def stop(self) -> int:
+        """The number of the first block behind it."""
+        return self.first + len(self.references)
+
+    def columns(self) -> tuple[tuple[Any, ...], ...]:
+        """Return all but `first`."""
+        return self[1:]
+
+    def changed(self, rows: dict[int, Part]) -> Part:
+        """Return the part with what is known of some blocks later; `rows` has each of them as a part of its own."""
+        later = [(block - self.first, row) for block, row in rows.items() if self.first <= block < self.stop]
+        if not later:
+            return self
+        columns: list[Any] = []
+        for number, column in enumerate(self.columns()):
+            entries = list(column)
+            for at, row in later:
+                entries[at] = row.columns()[number][0]
+            columns.append(tuple(entries))
+        return Part(self.first, *columns)
+
+
+def copy_part(memory: SwappingMemory, part: slice) -> Part:
+    """Return what is known of a part of the pool."""
+    pool, nodes = memory.pool, memory.index.nodes(part)
+    return Part(
+        part.start,
+        tuple(pool.references[part]),
+        tuple(pool.evictable_in(part)),
+        tuple(pool.pins[part]),
+        tuple(pool.generations[part]),
+        tuple(pool.stamps(part)),
+        tuple(nodes.depths),
+        tuple(nodes.hits),
+        tuple(nodes.serials),
+        tuple(nodes.names),
+        tuple(nodes.parents),
+        tuple(nodes.tokens),
+        tuple(nodes.tenants),
+    )
+
+
+class Dump:
+    """A copy in the making, of blocks first .. first + limit - 1 (0: to the end).
+
+    `take` runs between two steps, until it says that all is there; then `read` gives the parts, in any thread.
+    """
+
+    def __init__(self, first: int, limit: int) -> None:
+        self._parts: list[Part] = []
+        self._changes: dict[int, Part] = {}  # blocks that are others by now
+        self.cursor = 0  # of the last event before the copy's instant
+        self._first, self._limit = first, limit
+        self._session: Session | None = None
+        self._begun_at = 0  # the cursor before the first piece
+        self._beginnings = 0
+
+    def take(self, engine: Engine) -> bool:
+        """Copy the next piece. False: there is more to come. Where there is no pool there are no parts."""
+        session = engine.session
+        if session is None:
+            self._parts, self.cursor = [], engine.take_events()
+            return True
+        if session is not self._session:
+            self._begin(engine, session)
+        memory = session.memory
+        first = self._parts[-1].stop if self._parts else self._first
+        stop = min(memory.pool.total, self._first + self._limit) if self._limit else memory.pool.total
+        most = PIECE_BLOCKS if self._beginnings <= _MOST_BEGINNINGS else memory.pool.total
+        if first < stop:
+            self._parts.append(copy_part(memory, slice(first, min(stop, first + most))))
+            if first + most < stop:
+                return False
+        self.cursor = engine.take_events()
+        if len(self._parts) > 1 and not self._catch_up(engine, memory):
+            self._session = None
+            return False
+        return True
+
+    def _begin(self, engine: Engine, session: Session) -> None:
+        self._session = session
+        self._beginnings += 1
+        self._begun_at = engine.take_events()
+        self._parts = []
+
+    def _catch_up(self, engine: Engine, memory: SwappingMemory) -> bool:
+        """Read again what has changed since the first piece. False: it is not known any more what has."""
+        if engine.events.oldest > self._begun_at + 1:
+            return False
+        behind = self._parts[-1].first  # the last piece is of this instant
+        changed = {
+            block
+            for batch in engine.events.after(self._begun_at)
+            for _, block, _, _ in batch.records
+            if block != NO_BLOCK and self._first <= block < behind
+        }
+        self._changes = {block: copy_part(memory, slice(block, block + 1)) for block in changed}
+        return True
+
+    def read(self) -> Iterator[Part]:
+        """Yield the parts, once: each is free when it was read, for to free a large pool's at once would take long."""
+        while self._parts:
+            yield self._parts.pop(0).changed(self._changes)
