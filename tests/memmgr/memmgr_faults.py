@@ -148,7 +148,7 @@ FAULTS: Final = (
         "            self.pinned_cached += 1\n        self._enter(block, now)\n",
     ),
     Fault("a pinned block is evicted with what it stands on", _MEMORY, "self.pins.cut(block)", "pass"),
-    Fault("the newest goes first", _BLOCKS, "next(iter(self._runs))", "next(reversed(self._runs))"),
+    Fault("the newest goes first", _BLOCKS, "next(iter(runs))", "next(reversed(runs))"),
     Fault(
         "the head of a chain goes before its tail", _MEMORY, "self._drop_all(table.blocks[::-1],", "self._drop_all(table.blocks,"
     ),

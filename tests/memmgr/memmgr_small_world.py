@@ -72,12 +72,13 @@ Signature = tuple[Any, ...]
 _KNOWN_ATTRIBUTES: Final = {
     SwappingMemory: (
         "block_size prefix_cache counters pool index pins now _records _tables _copies _held _freed _planning "
-        "host _swapped _outs _ins quotas"
+        "host _swapped _outs _ins quotas _evicted _most_evicted"
     ),
     HostBlocks: "total references _free _unused _leaving",
     SwappedTable: "owner lineage blocks planned",
     BlockPool: (
-        "_free _last _run_of _runs _stamps _unused cached generations live pinned pinned_cached pins references shared total"
+        "_favoured _free _fresh _most_proven _proven _run_of _stamps _unused cached generations live pinned pinned_cached pins "
+        "references shared total"
     ),
     PrefixIndex: (
         "_above _block_of _block_size _first_child _insertions _next_sibling _parents _previous_sibling _roots "
@@ -376,8 +377,11 @@ class World:
         copies = frozenset((named(to), named(source)) for to, source in memory._copies.items())
         held = tuple((named(source), len(owners)) for source, owners in memory._held.items())
         order = tuple(
-            (run.whole, run is pool._last, *(named(block) for block in run.blocks[run.first :] if pool._run_of[block] is run))
-            for run in pool._runs
+            tuple(
+                (run.whole, run is segment.last, *(named(one) for one in run.blocks[run.first :] if pool._run_of[one] is run))
+                for run in segment.runs
+            )
+            for segment in (pool._fresh, pool._proven)
         )
         pins = tuple(tuple(map(named, pin.blocks)) for pin in memory.pins)
         # A free block that holds nothing is like one that was never given out, unless another is given out before it.
@@ -412,7 +416,7 @@ class World:
         outs = frozenset((places.setdefault(place, len(places)), named(block)) for place, block in memory._outs.items())
         leaving = frozenset(places.setdefault(place, len(places)) for place in memory.host._leaving)
         host = (swapped, ins, outs, leaving, tuple(self.host[place] for place in places))
-        contents = tuple(self.contents[block] for block in numbers)
+        contents = tuple((self.contents[block], pool._favoured[block]) for block in numbers)
         return (
             host,
             tables,
@@ -426,6 +430,7 @@ class World:
             children,
             contents,
             memory._planning,
+            tuple(memory._evicted),
         )
 
     def _rows(self) -> list[Signature]:
@@ -451,6 +456,7 @@ class World:
             self.contents[block],
             known,
             memory.pool.pins[block],
+            memory.pool._favoured[block],
             (self.contents[copied], memory.pool.references[copied]) if copied >= 0 else (),
             block in memory._ins,
             block in memory._freed,

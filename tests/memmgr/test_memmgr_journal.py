@@ -72,6 +72,12 @@ class JournaledMachine(MemoryMachine):
         return memory_of(self.journal, total, size, prefix_cache=prefix_cache, counters=self.counters, host_blocks=self.places)
 
     def teardown(self) -> None:
+        try:
+            self.replay()
+        finally:
+            super().teardown()
+
+    def replay(self) -> None:
         if not hasattr(self, "path"):
             return
         with self.folder:

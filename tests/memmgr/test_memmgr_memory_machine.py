@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from memmgr.core.blocks import BlockState
-from memmgr.core.memory import MemoryCounters
+from memmgr.core.memory import Memory, MemoryCounters
 from memmgr.core.prefix import Lineage, block_hash, root_hash
 from memmgr.core.quotas import Quota
 from memmgr.core.swap import SwappingMemory
@@ -79,7 +80,15 @@ class MemoryMachine(RuleBasedStateMachine):
     def begin(self, total: int, size: int, prefix_cache: bool, places: int) -> None:
         self.size, self.total, self.prefix_cache, self.places = size, total, prefix_cache, places
         self.counters = MemoryCounters()
+        # The model's order of eviction is that of recency; blocks that have proven their use are in the small world.
+        self.by_recency = pytest.MonkeyPatch()
+        self.by_recency.setattr(Memory, "proven_share", 0.0)
+        self.by_recency.setattr(Memory, "ghosts", 0)
         self.begin_empty()
+
+    def teardown(self) -> None:
+        if hasattr(self, "by_recency"):
+            self.by_recency.undo()
 
     def begin_empty(self) -> None:
         """An executor says hello."""
