@@ -19,8 +19,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from memmgr.core.blocks import BlockState
-from memmgr.core.memory import Memory, MemoryCounters
+from memmgr.core.blocks import BlockPool, BlockState
+from memmgr.core.memory import MemoryCounters
 from memmgr.core.prefix import Lineage, block_hash, root_hash
 from memmgr.core.quotas import Quota
 from memmgr.core.swap import SwappingMemory
@@ -82,8 +82,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.counters = MemoryCounters()
         # The model's order of eviction is that of recency; blocks that have proven their use are in the small world.
         self.by_recency = pytest.MonkeyPatch()
-        self.by_recency.setattr(Memory, "proven_share", 0.0)
-        self.by_recency.setattr(Memory, "ghosts", 0)
+        self.by_recency.setattr(BlockPool, "favour", lambda pool, blocks: None)
         self.begin_empty()
 
     def teardown(self) -> None:
@@ -279,6 +278,9 @@ class MemoryMachine(RuleBasedStateMachine):
         self.bring_back(keys if together else [keys[which % len(keys)]])
 
     def bring_back(self, keys: list[int]) -> None:
+        """A group comes back, all of one tenant."""
+        tenant = self.swapped[keys[0]].tenant
+        keys = [key for key in keys if self.swapped[key].tenant == tenant]
         found: dict[int, list[int]] = {}
         for key in keys:
             sequence = self.swapped[key]
@@ -286,10 +288,14 @@ class MemoryMachine(RuleBasedStateMachine):
             found[key] = self.naive_match(sequence.root, sequence.tokens)[0][:most] if self.prefix_cache else []
         needed = sum(-(-self.swapped[key].planned // self.size) for key in keys)
         cached = {block for blocks in found.values() for block in blocks}
-        room = self.total - len(self.live() | self.pinned() | cached)
-        swap = self.memory.plan_swap_in(keys, {key: array("I", self.swapped[key].tokens) for key in keys}, needed)
+        room = self.total - len(self.live() | self.pinned() | cached) - self.kept_for_others(tenant)
+        allowed = self.quotas[tenant][0] - len(self.used(tenant)) - len(cached - self.live())
+        quotas = self.memory.quotas
+        reserve, allowance = quotas.kept_back(tenant, {}), quotas.allowance(tenant)
+        tokens: dict[Hashable, array[int]] = {key: array("I", self.swapped[key].tokens) for key in keys}
+        swap = self.memory.plan_swap_in(keys, tokens, needed, reserve, allowance)
         leaving = {place for key in keys for place in self.memory.swapped[key].blocks} & self.memory._outs.keys()
-        assert (swap is not None) == (needed - len(cached) <= room and not leaving)
+        assert (swap is not None) == (needed - len(cached) <= min(room, allowed) and not leaving)
         if swap is None:
             return
         before, used = self.live() | cached, self.used_places()
