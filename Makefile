@@ -9,13 +9,15 @@ PROTOS := $(wildcard protos/kilburn/v1/*.proto)
 # Where it is set, each process compiles torch and transformers anew: four seconds more for each start of an executor.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test exact check proto clean
+.PHONY: help setup demo test exact prove faults check proto clean
 
 help:
 	@echo "make setup   install into .venv"
 	@echo "make demo    run the default model and ask it something"
 	@echo "make test    the tests"
 	@echo "make exact   the full comparison with transformers (long)"
+	@echo "make prove   the memory manager against naive models: 20,000 examples, every order of 8 operations (long)"
+	@echo "make faults  plant faults in the memory manager, one at a time: does a test catch each? (long)"
 	@echo "make check   ruff and mypy"
 	@echo "make proto   generate kilburn/v1 from protos/"
 
@@ -38,6 +40,12 @@ test: $(STAMP)
 
 exact: $(STAMP)
 	$(BIN)/python -m tests.e2e.exact
+
+prove: $(STAMP)
+	$(BIN)/python -m tests.memmgr.prove
+
+faults: $(STAMP)
+	$(BIN)/python -m tests.memmgr.plant
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

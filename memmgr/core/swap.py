@@ -180,8 +180,11 @@ class SwappingMemory(Memory):
     ) -> SwapIn | None:
         """Decide whether a group's swapped tables can come back; they need `needed` blocks, what is cached among them.
 
-        `reserve` blocks are left, and no more than `allowance` become live.
+        `reserve` blocks are left, and no more than `allowance` become live. Not in the step in which they leave: no block on the
+        host is written and read in one step.
         """
+        if any(place in self._outs for key in keys for place in self._swapped[key].blocks):
+            return None
         cached = self._cached(keys, tokens)
         found = {block for blocks in cached.values() for block in blocks}
         revived = self.pool.evictable_among(found)

@@ -21,9 +21,9 @@ def _one_hash_for_each_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "block_hash", weak_hash)
 
 
-def admit(memory: Memory, key: str, *tokens: int) -> Table:
+def admit(memory: Memory, key: str, *tokens: int, root: bytes = ROOT) -> Table:
     """Admit a sequence and plan all of its tokens."""
-    lineage = Lineage(ROOT, "tenant")
+    lineage = Lineage(root, "tenant")
     admission = memory.plan_admission(lineage, array("I", tokens), 0)
     assert admission is not None
     table = memory.admit(key, lineage, admission)
@@ -43,9 +43,9 @@ def compute(memory: Memory, table: Table, *tokens: int) -> None:
     memory.check_invariants()
 
 
-def run(memory: Memory, *tokens: int) -> int:
+def run(memory: Memory, *tokens: int, root: bytes = ROOT) -> int:
     """Compute a sequence and release it; return how many tokens were found in the cache."""
-    table = admit(memory, "run", *tokens)
+    table = admit(memory, "run", *tokens, root=root)
     found = table.computed
     compute(memory, table, *tokens)
     memory.release("run", array("I", tokens))
@@ -58,6 +58,15 @@ def test_the_second_content_of_a_hash_stays_out() -> None:
     assert run(memory, 1, 1, 2, 2, 9) == 0
     assert run(memory, 5, 5, 6, 6, 9) == 0
     assert run(memory, 5, 5, 6, 6, 9) == 0  # a miss, for as long as the other is there
+    assert run(memory, 1, 1, 2, 2, 9) == 4
+
+
+def test_the_same_tokens_in_another_domain_are_no_hit() -> None:
+    roots = (root_hash("model", "tenant", str(salt)) for salt in range(10_000))
+    other = next(root for root in roots if root[0] == ROOT[0])  # its blocks get the names of the first domain's
+    memory = Memory(16, 2, prefix_cache=True, counters=MemoryCounters())
+    assert run(memory, 1, 1, 2, 2, 9) == 0
+    assert run(memory, 1, 1, 2, 2, 9, root=other) == 0
     assert run(memory, 1, 1, 2, 2, 9) == 4
 
 

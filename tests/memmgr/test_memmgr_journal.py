@@ -65,12 +65,19 @@ class JournaledMachine(MemoryMachine):
     """The memory's own machine, with a journal that is replayed at the end."""
 
     def new_memory(self, total: int, size: int, *, prefix_cache: bool) -> SwappingMemory:
-        self.folder = tempfile.TemporaryDirectory()
-        self.path = Path(self.folder.name) / "journal"
-        self.journal = open_journal(self.path)
-        return memory_of(self.journal, total, size, prefix_cache=prefix_cache, counters=MemoryCounters())
+        if not hasattr(self, "path"):  # else the executor was lost and there is another pool
+            self.folder = tempfile.TemporaryDirectory()
+            self.path = Path(self.folder.name) / "journal"
+            self.journal = open_journal(self.path)
+        return memory_of(self.journal, total, size, prefix_cache=prefix_cache, counters=self.counters, host_blocks=self.places)
 
     def teardown(self) -> None:
+        try:
+            self.replay()
+        finally:
+            super().teardown()
+
+    def replay(self) -> None:
         if not hasattr(self, "path"):
             return
         with self.folder:

@@ -46,7 +46,7 @@ def match(index: PrefixIndex, *tokens: int, root: bytes = ROOT) -> Match:
 # --------------------------------------------------------------------------------------------------------- names
 
 
-NAMES = st.text("ab\0", max_size=3)
+NAMES = st.text("amts\0", max_size=3)  # the tags of the fields are letters too
 
 
 @given(st.lists(st.tuples(NAMES, NAMES, NAMES), min_size=2, max_size=8, unique=True))
@@ -56,6 +56,7 @@ def test_no_two_domains_have_one_root(domains: list[tuple[str, str, str]]) -> No
 
 def test_fields_do_not_run_into_each_other() -> None:
     assert len({root_hash("ab", "c", ""), root_hash("a", "bc", ""), root_hash("a", "b", "c"), root_hash("", "ab", "c")}) == 4
+    assert root_hash("a", "tb", "c") != root_hash("at", "b", "c"), "a field holds the tag of the next"
     assert len({block_hash(ROOT, b"\1\0\0\0"), block_hash(ROOT + b"\1\0\0\0", b""), block_hash(ROOT, b"")}) == 3
     assert len(block_hash(ROOT, b"")) == len(ROOT) == HASH_BYTES
 

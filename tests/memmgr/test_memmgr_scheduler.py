@@ -175,6 +175,32 @@ def test_admission_leaves_the_blocks_that_running_prompts_still_need() -> None:
     assert world.scheduler.counters.preemptions == 0
 
 
+def test_admission_leaves_the_block_that_the_first_output_needs() -> None:
+    world = World(blocks=7, block_size=4, max_step_tokens=32)
+    first = world.submit(range(16), 5)  # fills 4 blocks, and owes one for its first output
+    world.submit(range(30, 38), 3)  # needs 3 with the one after it: 3 are free, 2 are not the first one's
+    world.step()
+    assert [request.submission.key for request in world.scheduler.running] == [first]
+    world.run()
+    world.check_answer(first)
+    assert world.scheduler.counters.preemptions == 0
+
+
+def test_admission_counts_the_blocks_of_all_samples() -> None:
+    world = World(blocks=8, block_size=4, max_step_tokens=32)
+    first = world.submit(range(16), 4)
+    world.step()
+    world.step()
+    assert world.memory.pool.free == 3
+    second = world.submit(range(30, 36), 3, samples=3)  # 2 blocks for the prompt and its first output, one more for each other
+    world.step()
+    assert [request.submission.key for request in world.scheduler.running] == [first]
+    world.run()
+    for key in (first, second):
+        world.check_answer(key)
+    assert world.scheduler.counters.preemptions == 0
+
+
 # ------------------------------------------------------------------------------------------------------ preemption
 
 

@@ -244,3 +244,14 @@ def test_questions_that_wait_are_bounded_and_end_with_the_session() -> None:
     assert asked[-1] is None
     it.close("the executor has gone")
     assert [answer.result(0) for answer in answers[:-1]] == [(0, ["the executor has gone"])] * MAX_INSPECTIONS
+
+
+def test_what_the_pool_held_is_freed_with_its_session() -> None:
+    it = session()
+    ask(it, prompt=9)
+    it.take_result(result_of(it.next_plan(0.0)), 0.0)
+    it.scheduler.cancel((1, 1), EndCode.CANCELLED, "", 0.0)
+    assert it.scheduler.memory.pool.cached > 0
+    it.close("the executor has gone")
+    counted = it.totals.memory
+    assert counted.allocated_blocks == counted.freed_blocks > 0

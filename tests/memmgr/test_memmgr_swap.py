@@ -63,6 +63,57 @@ def test_samples_go_out_and_come_back_together_and_share_as_before() -> None:
     world.check_idle()
 
 
+def test_what_leaves_comes_back_in_a_later_step() -> None:
+    """No host block is written and read in one step: the executor would refuse the plan."""
+    memory = SwappingMemory(8, 4, prefix_cache=True, counters=MemoryCounters(), host_blocks=8)
+    tokens = array("I", range(10))
+    lineage = Lineage(root_hash("m", "t", ""), "t")
+    admission = memory.plan_admission(lineage, tokens, 0)
+    assert admission is not None
+    growth = memory.plan_growth(memory.admit("a", lineage, admission), 10)
+    assert growth is not None
+    memory.grow(growth)
+    memory.end_step()
+    swap = memory.plan_swap_out({"a": 10})
+    assert swap is not None
+    memory.swap_out(swap, {"a": tokens})
+    assert memory.plan_swap_in(["a"], {"a": tokens}, 3) is None
+    assert len(memory.end_step().outs) == 3
+    back = memory.plan_swap_in(["a"], {"a": tokens}, 3)
+    assert back is not None
+    memory.swap_in(back)
+    assert len(memory.end_step().ins) == 3
+    memory.check_invariants()
+
+
+def test_no_more_is_found_than_was_there() -> None:
+    """Meanwhile another has computed the same prompt to its end."""
+    memory = SwappingMemory(12, 4, prefix_cache=True, counters=MemoryCounters(), host_blocks=8)
+    tokens = array("I", range(12))
+    lineages = [Lineage(root_hash("m", "t", ""), "t") for _ in range(2)]
+    for key, lineage, count in zip("ab", lineages, (5, 12), strict=True):
+        admission = memory.plan_admission(lineage, tokens, 0)
+        assert admission is not None
+        table = memory.admit(key, lineage, admission)
+        growth = memory.plan_growth(table, count - table.planned)
+        assert growth is not None
+        memory.grow(growth)
+        memory.end_step()
+        memory.acknowledge(table, count, tokens)
+        if key == "a":
+            swap = memory.plan_swap_out({"a": 5})
+            assert swap is not None
+            memory.swap_out(swap, {"a": tokens})
+            memory.end_step()
+    back = memory.plan_swap_in(["a"], {"a": tokens}, 2)
+    assert back is not None
+    table = memory.swap_in(back)["a"]
+    assert (table.planned, table.computed, len(table.blocks)) == (5, 4, 2)
+    assert table.blocks[0] == memory.tables["b"].blocks[0]
+    assert table.blocks[1] != memory.tables["b"].blocks[1]
+    memory.check_invariants()
+
+
 def test_what_is_still_cached_is_not_brought_in() -> None:
     counters = MemoryCounters()
     memory = SwappingMemory(8, 4, prefix_cache=True, counters=counters, host_blocks=8)
