@@ -230,6 +230,7 @@ def dump(progress: Progress) -> Dumped:
                 time.sleep(5)
                 quiet_to = time.monotonic()
                 progress.advance(task)
+                os.nice(19)  # reading a million blocks keeps a processor busy: not the one that the steps need
                 for _ in range(_DUMPS):
                     assert sum(1 for _ in admin.blocks()) == _MILLION
                     progress.advance(task)
@@ -295,8 +296,8 @@ def show_dumped(dumped: Dumped, console: Console) -> None:
 def main(as_json: bool, seconds: float, part: str, flags: Sequence[str]) -> None:
     """See the module."""
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        dumped = dump(progress) if part != "watch" else None
         watched = watch(seconds, flags, progress) if part != "dump" else None
+        dumped = dump(progress) if part != "watch" else None
     if as_json:
         parts = {"watched": watched and asdict(watched), "dumped": dumped and asdict(dumped)}
         json.dump(parts, sys.stdout)

@@ -1,8 +1,8 @@
 """A copy of a pool of any size, of one instant, without holding up a step for longer than a piece of it takes to copy.
 
-The pieces are copied between steps, one at a time; steps go on in between. With the last piece, which is the copy's instant,
-every block that an event has told of since the first one is read again. Events tell of everything that changes: whatever happens
-to a block is in its records (see core/events.py).
+The pieces are copied between steps, one at a time; steps go on in between. With each piece, every block of those
+before it that an event has told of since is read again: so all that is copied is of the instant of the last piece. Events tell of
+everything that changes: whatever happens to a block is in its records (see core/events.py).
 
 Knows the core's lists and the event log; not messages.
 """
@@ -22,6 +22,10 @@ PIECE_BLOCKS: Final = 1 << 15
 
 #: How often a copy is begun anew, because another pool came or more happened than events are held, before it is made at once.
 _MOST_BEGINNINGS: Final = 3
+
+
+#: What is known of one block.
+Row = tuple[Any, ...]
 
 
 class Part(NamedTuple):
@@ -50,20 +54,16 @@ class Part(NamedTuple):
         """The number of the first block behind it."""
         return self.first + len(self.references)
 
-    def columns(self) -> tuple[tuple[Any, ...], ...]:
-        """Return all but `first`."""
-        return self[1:]
-
-    def changed(self, rows: dict[int, Part]) -> Part:
-        """Return the part with what is known of some blocks later; `rows` has each of them as a part of its own."""
+    def changed(self, rows: dict[int, Row]) -> Part:
+        """Return the part with what is known of some blocks later."""
         later = [(block - self.first, row) for block, row in rows.items() if self.first <= block < self.stop]
         if not later:
             return self
         columns: list[Any] = []
-        for number, column in enumerate(self.columns()):
+        for number, column in enumerate(self[1:]):
             entries = list(column)
             for at, row in later:
-                entries[at] = row.columns()[number][0]
+                entries[at] = row[number]
             columns.append(tuple(entries))
         return Part(self.first, *columns)
 
@@ -88,6 +88,21 @@ def copy_part(memory: SwappingMemory, part: slice) -> Part:
     )
 
 
+def row_of(memory: SwappingMemory, block: int) -> Row:
+    """Return what is known of one block, in the order of a part's tuples."""
+    pool, index = memory.pool, memory.index
+    return (
+        pool.references[block],
+        pool.evictable(block),
+        pool.pins[block],
+        pool.generations[block],
+        pool.stamp(block),
+        index.depths[block],
+        index.hits[block],
+        *index.node_at(block),
+    )
+
+
 class Dump:
     """A copy in the making, of blocks first .. first + limit - 1 (0: to the end).
 
@@ -96,11 +111,10 @@ class Dump:
 
     def __init__(self, first: int, limit: int) -> None:
         self._parts: list[Part] = []
-        self._changes: dict[int, Part] = {}  # blocks that are others by now
-        self.cursor = 0  # of the last event before the copy's instant
+        self._changes: dict[int, Row] = {}  # what is another by now
+        self.cursor = 0  # of the last event before the last piece: before the copy's instant, in the end
         self._first, self._limit = first, limit
         self._session: Session | None = None
-        self._begun_at = 0  # the cursor before the first piece
         self._beginnings = 0
 
     def take(self, engine: Engine) -> bool:
@@ -109,7 +123,7 @@ class Dump:
         if session is None:
             self._parts, self.cursor = [], engine.take_events()
             return True
-        if session is not self._session:
+        if session is not self._session or not self._catch_up(engine, session.memory):
             self._begin(engine, session)
         memory = session.memory
         first = self._parts[-1].stop if self._parts else self._first
@@ -117,32 +131,26 @@ class Dump:
         most = PIECE_BLOCKS if self._beginnings <= _MOST_BEGINNINGS else memory.pool.total
         if first < stop:
             self._parts.append(copy_part(memory, slice(first, min(stop, first + most))))
-            if first + most < stop:
-                return False
-        self.cursor = engine.take_events()
-        if len(self._parts) > 1 and not self._catch_up(engine, memory):
-            self._session = None
-            return False
-        return True
+        return first + most >= stop
 
     def _begin(self, engine: Engine, session: Session) -> None:
         self._session = session
         self._beginnings += 1
-        self._begun_at = engine.take_events()
-        self._parts = []
+        self.cursor = engine.take_events()
+        self._parts, self._changes = [], {}
 
     def _catch_up(self, engine: Engine, memory: SwappingMemory) -> bool:
-        """Read again what has changed since the first piece. False: it is not known any more what has."""
-        if engine.events.oldest > self._begun_at + 1:
+        """Read again what has changed in the pieces since the last one. False: it is not known any more what has."""
+        before, self.cursor = self.cursor, engine.take_events()
+        if engine.events.oldest > before + 1:
             return False
-        behind = self._parts[-1].first  # the last piece is of this instant
         changed = {
             block
-            for batch in engine.events.after(self._begun_at)
+            for batch in engine.events.after(before)
             for _, block, _, _ in batch.records
-            if block != NO_BLOCK and self._first <= block < behind
+            if block != NO_BLOCK and self._first <= block < self._parts[-1].stop
         }
-        self._changes = {block: copy_part(memory, slice(block, block + 1)) for block in changed}
+        self._changes.update((block, row_of(memory, block)) for block in changed)
         return True
 
     def read(self) -> Iterator[Part]:

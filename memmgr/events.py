@@ -11,12 +11,15 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 from kilburn.limits import MAX_EVENTS_HELD
 from kilburn.v1 import admin_pb2 as admin
 from memmgr.core import events
 from memmgr.core.events import Indexed, Record, Unindexed
+
+#: Kinds whose detail is what the block was known by.
+_UNINDEXING: Final = frozenset({events.EVICTED, events.FLUSHED, events.PINNED, events.UNPINNED})
 
 #: Up to this block size the ring holds MAX_EVENTS_HELD events; with larger blocks fewer: an INDEXED one has a block's tokens.
 _USUAL_BLOCK_SIZE: Final = 64
@@ -30,12 +33,12 @@ _FRAMING_BYTES: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Records that were taken in together, numbered from `first`."""
+    """Records that were taken in together, numbered from `first`; a tuple, for the collector's sake (see core/events.py)."""
 
     first: int
     unix_time: float
     step: int
-    records: list[Record]
+    records: tuple[Record, ...]
 
     @property
     def last(self) -> int:
@@ -71,7 +74,7 @@ class EventLog:
         if not records:
             return
         most = self._most if block_size <= _USUAL_BLOCK_SIZE else max(1, self._most * _USUAL_BLOCK_SIZE // block_size)
-        taken = records[-most:]
+        taken = tuple(records[-most:])
         first = self._cursor + len(records) - len(taken) + 1
         with self._lock:
             if len(taken) < len(records):
@@ -161,11 +164,12 @@ def event_message(batch: Batch, number: int, incarnation: str) -> admin.Event:
         event.block = block
     if isinstance(owner, tuple):
         event.tenant, event.request_id, event.index = owner
-    if isinstance(detail, Indexed):
-        event.prefix_hash, event.parent_hash, event.tenant = detail.name, detail.parent, detail.tenant
-        event.token_ids.extend(array("I", detail.tokens))
-    elif isinstance(detail, Unindexed):
-        event.prefix_hash, event.tenant = detail.name, detail.tenant
-    elif isinstance(detail, int):
-        event.source = detail
+    if kind == events.INDEXED:
+        name, parent, tokens, event.tenant = cast(Indexed, detail)
+        event.prefix_hash, event.parent_hash = name, parent
+        event.token_ids.extend(array("I", tokens))
+    elif kind in _UNINDEXING:
+        event.prefix_hash, event.tenant = cast(Unindexed, detail)
+    elif kind == events.COPIED:
+        event.source = cast(int, detail)
     return event

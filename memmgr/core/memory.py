@@ -25,7 +25,6 @@ text or tensors.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -34,6 +33,7 @@ from typing import ClassVar, Final, NamedTuple
 from memmgr.core import events
 from memmgr.core.blocks import BlockPool, BlockState
 from memmgr.core.events import NO_BLOCK, Indexed, Record, Unindexed
+from memmgr.core.evicted import EvictedNames
 from memmgr.core.pins import Pins
 from memmgr.core.prefix import Lineage, Match, Node, PrefixIndex, block_hash, pieces_of
 from memmgr.core.quotas import Quotas
@@ -138,8 +138,7 @@ class Memory:
         self._held: dict[int, list[object]] = {}  # source -> the owners of references held for the copies of this step
         self._freed: list[int] = []
         self._planning = False  # tables have grown since the last step ended
-        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # names, the oldest first
-        self._most_evicted = min(self.ghosts * total_blocks, MAX_GHOSTS)
+        self._evicted = EvictedNames(min(self.ghosts * total_blocks, MAX_GHOSTS))
 
     def _new_pins(self, records: list[Record] | None) -> Pins:
         return Pins(self.pool, self.index, records)
@@ -401,28 +400,14 @@ class Memory:
         if self._records is not None:
             for block, name, piece in zip(blocks, names, pieces, strict=True):
                 if index.entered_last(block):
-                    entry = Indexed(name, index.parent_of(block), piece, lineage.tenant)
+                    entry: Indexed = (name, index.parent_of(block), piece, lineage.tenant)
                     self._records.append((events.INDEXED, block, table.owner, entry))
         return node
 
     def _remember(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
         """Favour those of some blocks whose content was evicted lately."""
-        evicted = self._evicted
-        for block, name in zip(blocks, names, strict=True):
-            if name in evicted:
-                del evicted[name]
-                self.pool.favour((block,))
-
-    def _note_evicted(self, names: Iterable[bytes | None]) -> None:
-        """Remember the names of what is evicted, and forget the oldest where there are too many."""
-        if not self._most_evicted:
-            return
-        evicted = self._evicted
-        for name in names:
-            assert name is not None, "what is evicted was in the index"
-            evicted[name] = None
-        while len(evicted) > self._most_evicted:
-            evicted.popitem(last=False)
+        came_back = self._evicted.take
+        self.pool.favour([block for block, name in zip(blocks, names, strict=True) if came_back(name)])
 
     def _allocate(self, count: int, owner: object) -> list[int]:
         """Give out blocks, which there must be; cached ones are evicted, one by one, where too few are free."""
@@ -443,10 +428,10 @@ class Memory:
         entries = [] if self._records is None else [self._entry(block) for block in victims]
         del victims[self.index.remove_leaves(victims) :]
         if not victims:  # something stands on the first one, and goes with it
-            self._note_evicted(names[:1])
+            self._evicted.add(names[:1])
             self.counters.evicted_blocks += self._forget(self._victims(1)[0], events.EVICTED)
             return self.pool.take_some(min(count, self.pool.free))
-        self._note_evicted(names[: len(victims)])
+        self._evicted.add(names[: len(victims)])
         self.pool.reuse(victims)
         self._freed += victims
         self.counters.evicted_blocks += len(victims)
@@ -514,7 +499,7 @@ class Memory:
         return fell_free
 
     def _entry(self, block: int) -> Unindexed:
-        return Unindexed(self.index.hash_of(block) or b"", self.index.tenants[block])
+        return (self.index.hash_of(block) or b"", self.index.tenants[block])
 
     def _free(self, block: int) -> None:
         self.pool.release(block, self.now)

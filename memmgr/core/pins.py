@@ -103,7 +103,7 @@ class Pins:
 
     def _note(self, kind: int, block: int) -> None:
         if self._records is not None:
-            entry = Unindexed(self._index.hash_of(block) or b"", self._index.tenants[block])
+            entry: Unindexed = (self._index.hash_of(block) or b"", self._index.tenants[block])
             self._records.append((kind, block, None, entry))
 
     def check_invariants(self, block_size: int) -> int:

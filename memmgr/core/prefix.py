@@ -234,6 +234,16 @@ class PrefixIndex:
         """Return the parent node's block; negative where an indexed block hangs on a root."""
         return self._above[block]
 
+    def node_at(self, block: int) -> tuple[int, bytes | None, bytes | None, bytes | None, str]:
+        """Return a block's serial, name, parent, tokens and tenant, as `nodes` has them."""
+        return (
+            self._serials[block],
+            self.hashes[block],
+            self._parents[block],
+            self._tokens[block],
+            self.tenants[block],
+        )
+
     def nodes(self, part: slice) -> Nodes:
         """Return what is known of a part of the blocks."""
         return Nodes(

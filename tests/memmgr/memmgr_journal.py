@@ -54,7 +54,7 @@ def state_of(memory: SwappingMemory) -> dict[str, Any]:
     assert PrefixIndex.__slots__
     number: Callable[[Any], int] = memory._numbers.__getitem__ if isinstance(memory, JournaledMemory) else int
     known = {"block_size", "prefix_cache", "counters", "pool", "index", "pins", "now", "_records", "_tables", "_copies", "_held"}
-    known |= {"quotas", "host", "_swapped", "_outs", "_ins", "_evicted", "_most_evicted"}
+    known |= {"quotas", "host", "_swapped", "_outs", "_ins", "_evicted"}
     rest = set(vars(memory)) - known - {"_freed", "_planning", "_journal", "_numbers", "_unused_numbers", "_swapping"}
     assert not rest, f"state that is not compared: {rest}"
     pins = {name: value for name, value in vars(memory.pins).items() if name in {"_pins", "_made", "_next_expiry"}}
@@ -72,7 +72,7 @@ def state_of(memory: SwappingMemory) -> dict[str, Any]:
         "outs": list(memory._outs.items()),
         "ins": list(memory._ins.items()),
         "planning": memory._planning,
-        "evicted": list(memory._evicted),
+        "evicted": slots_of(memory._evicted),
         "counters": asdict(memory.counters),
         "kind": (memory.block_size, memory.prefix_cache),
     }

@@ -72,7 +72,7 @@ Signature = tuple[Any, ...]
 _KNOWN_ATTRIBUTES: Final = {
     SwappingMemory: (
         "block_size prefix_cache counters pool index pins now _records _tables _copies _held _freed _planning "
-        "host _swapped _outs _ins quotas _evicted _most_evicted"
+        "host _swapped _outs _ins quotas _evicted"
     ),
     HostBlocks: "total references _free _unused _leaving",
     SwappedTable: "owner lineage blocks planned",
@@ -430,7 +430,7 @@ class World:
             children,
             contents,
             memory._planning,
-            tuple(memory._evicted),
+            tuple(map(tuple, (memory._evicted._older, memory._evicted._younger))),
         )
 
     def _rows(self) -> list[Signature]:

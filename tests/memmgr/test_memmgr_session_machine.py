@@ -497,7 +497,7 @@ class SessionMachine(RuleBasedStateMachine):
             chain = [block]
             while index.above(chain[0]) >= 0:
                 chain.insert(0, index.above(chain[0]))
-            known = [token for one in chain for token in array("I", index.entries(slice(one, one + 1))[1][0] or b"")]
+            known = [token for one in chain for token in array("I", index.nodes(slice(one, one + 1)).tokens[0] or b"")]
             domain = roots[index.parent_of(chain[0])]
             written = self.executor.blocks[block][(len(known) - 1) % self.size]
             assert written == (domain, tuple(known)), "a block is known for another's content"

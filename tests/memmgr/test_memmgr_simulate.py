@@ -239,7 +239,8 @@ def naive_hits_of_the_core(prompts: Iterable[Prompt], capacity: int) -> list[int
     fresh: list[tuple[int, ...]] = []
     proven: list[list[tuple[int, ...]]] = []
     favoured: set[tuple[int, ...]] = set()
-    evicted: list[tuple[int, ...]] = []
+    older: set[tuple[int, ...]] = set()  # the names of what was evicted lately, in two generations
+    younger: set[tuple[int, ...]] = set()
     found = []
     for prompt in prompts:
         chain = [tuple(prompt.tokens[: end + 1]) for end in range(len(prompt.tokens))]
@@ -252,10 +253,12 @@ def naive_hits_of_the_core(prompts: Iterable[Prompt], capacity: int) -> list[int
             gone = fresh.pop(0) if fresh else proven[0].pop(0)
             proven = [run for run in proven if run]
             favoured.discard(gone)
-            evicted = [*(name for name in evicted if name != gone), gone][-Memory.ghosts * capacity :]
+            younger.add(gone)
+            if len(younger) == Memory.ghosts * capacity // 2:
+                older, younger = younger, set()
         for name in chain[hits:]:
-            if name in evicted:
-                evicted.remove(name)
+            if name in younger | older:
+                (younger if name in younger else older).remove(name)
                 favoured.add(name)
         fresh += [name for name in reversed(chain) if name not in favoured]
         proven.append([name for name in reversed(chain) if name in favoured])
