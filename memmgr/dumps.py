@@ -17,8 +17,8 @@ from memmgr.core.swap import SwappingMemory
 from memmgr.engine import Engine
 from memmgr.session import Session
 
-#: Blocks that are copied between two steps: some three milliseconds.
-PIECE_BLOCKS: Final = 1 << 15
+#: Blocks that are copied between two steps: a millisecond, and as much for the collector of cycles to see that they are no cycle.
+PIECE_BLOCKS: Final = 1 << 13
 
 #: How often a copy is begun anew, because another pool came or more happened than events are held, before it is made at once.
 _MOST_BEGINNINGS: Final = 3

@@ -1,6 +1,5 @@
 """The memory manager as a process: its lock, its signals, its address file, its end."""
 
-import gc
 import signal
 import sys
 import time
@@ -22,10 +21,6 @@ from memmgr.journal.recording import Journal
 
 #: What ends the process. A terminal's Ctrl-C and a supervisor's SIGTERM may come together.
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
-
-#: After how many new objects Python's collector of cycles looks at these, after how many such looks at all new ones, and after how
-#: many of those at everything, which takes some 20 ms: once in ten million objects instead of seventy thousand.
-_COLLECTED_AT: Final = (10_000, 10, 100)
 
 #: How long a thread of this process waits for Python's lock before who has it must give it up.
 _SWITCH_SECONDS: Final = 0.0005
@@ -70,7 +65,6 @@ def _serve(config: MemmgrConfig, context: "zmq.Context[zmq.Socket[bytes]]", logg
     # Each time that a step waits for a message it gives Python's lock up, and waits for it as long as this where the admin API's
     # thread has it. With the default of 5 ms a step was held up by 30 ms and more while a long answer was made.
     sys.setswitchinterval(_SWITCH_SECONDS)
-    gc.set_threshold(*_COLLECTED_AT)
     engine = Engine(config, new_incarnation(), context, logger, journal)
     server = AdminServer(engine, config.admin, logger)
     for number in _ENDING:
