@@ -15,6 +15,7 @@ from kilburn.limits import MAX_PINS
 from kilburn.v1 import admin_pb2 as admin
 from kilburn.v1 import admin_pb2_grpc
 from memmgr.core.blocks import BlockPool
+from memmgr.core.evicted import EvictedNames
 from memmgr.schedule.probe import probe
 from tests.memmgr.conftest import House
 from tests.memmgr.memmgr_journal import pool_state
@@ -210,9 +211,10 @@ def state_of(owner: object) -> dict[str, object]:
     if isinstance(owner, BlockPool):
         return pool_state(owner)
     names = getattr(type(owner), "__slots__", None) or vars(owner)
-    return {
+    state = {
         name: getattr(owner, name) for name in names if not hasattr(getattr(owner, name), "check_invariants") and name != "_pins"
     }
+    return {name: value.names if isinstance(value, EvictedNames) else value for name, value in state.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------- pins

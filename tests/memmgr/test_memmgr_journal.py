@@ -98,6 +98,16 @@ def test_a_replay_comes_to_the_same_state_in_every_part() -> None:
     )
 
 
+def test_a_pool_that_is_given_up_in_the_middle_of_a_step_is_replayed() -> None:
+    """The source of a copy is still held for it."""
+    machine = JournaledMachine()
+    machine.begin(total=3, size=2, prefix_cache=True, places=0)
+    machine.admit(chunk=14, prompt=[0], reserve=0, root=0)
+    machine.fork(more=[0], which=0)
+    machine.crash(unlikely=True)
+    machine.teardown()
+
+
 @given(seed=st.integers(0, 2**32), prefix_cache=st.sampled_from([True, True, False]))
 @settings(max_examples=max(1, EXAMPLES // 12), deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_scheduler_under_pressure_is_replayed(seed: int, prefix_cache: bool) -> None:
