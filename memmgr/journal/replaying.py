@@ -122,6 +122,8 @@ class Replay:
                 self._rows[kind](self.memory, entry)
             elif kind is not None:
                 self._begin(kind)
+                if kind == "discard":
+                    self._check(self.memory)  # the last look at this pool
                 outcome = self._operations[kind](self.memory, entry) or 0
                 if entry.HasField("outcome") and entry.outcome != outcome:
                     raise RefusedError(f"came to {outcome}, {entry.outcome} when it was recorded")
@@ -156,7 +158,7 @@ class Replay:
     def _done(self, memory: SwappingMemory) -> None:
         summary = self.summary
         summary.peak_live = max(summary.peak_live, memory.pool.live)
-        # Of a pool that is given up all is counted as freed, while what was held for a step's copies is still there.
+        # Not a pool that was given up: all is counted as freed, and what was held for a step's copies is still there.
         if summary.operations % self._check_every == 0 and self._kind != "discard":
             self._check(memory)
 
