@@ -48,7 +48,7 @@ _MILLION: Final = 1_000_000
 _DUMPS: Final = 5
 _START_SECONDS: Final = 120.0
 _PROMPT_TOKENS: Final = 32
-_OUTPUT_TOKENS: Final = 900
+_OUTPUT_TOKENS: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +94,19 @@ def _load(gateway: str, processor: int) -> None:
 
 def _stream(client: Client, number: int, vocab_size: int) -> None:
     chance = random.Random(number)  # noqa: S311 - prompts, not secrets
+    outputs = (
+        1 + number * _OUTPUT_TOKENS // _SEQUENCES
+    )  # the first is a part of one, so that they do not all end and begin at once
     while True:
         ids = [chance.randrange(vocab_size) for _ in range(_PROMPT_TOKENS)]
         request = api.GenerateRequest(
             token_ids=api.TokenIds(ids=ids),
             sampling=api.Sampling(temperature=0),
-            stopping=api.Stopping(max_tokens=_OUTPUT_TOKENS, ignore_eos=True),
+            stopping=api.Stopping(max_tokens=outputs, ignore_eos=True),
         )
         for _ in client.generate(request):
             pass
+        outputs = _OUTPUT_TOKENS
 
 
 def watch(seconds: float, flags: Sequence[str], progress: Progress) -> Watched:
