@@ -119,6 +119,12 @@ class BeamSearch:
             return []
         return self._settle(running)
 
+    def stop(self) -> None:
+        """End the search where it is: what runs is done, whether it ends or not."""
+        for beam in self._lanes.values():
+            self._finish(beam, ended=False)
+        self._lanes = {}
+
     def _finish(self, beam: _Beam, ended: bool) -> None:
         score = self._score(beam.total, len(beam.tokens))
         self.finished.append(Hypothesis(score, tuple(beam.tokens), tuple(beam.details), ended))

@@ -410,7 +410,11 @@ class Scheduler:
         submission, search = request.submission, request.search
         room = most_outputs(submission.tenant, request.prompt_length, len(request.live), self.memory, self.limits)
         unheard = search is not None or not any(sequence.outputs for sequence in request.sequences)
-        if room <= (0 if search is None else search.length) and unheard:
+        if search is not None and 0 < search.length >= room:
+            search.stop()  # its best so far, as samples keep what they have
+            self._conclude(request, now)
+            return
+        if room <= 0 and unheard:
             self.counters.rejected_requests += 1
             message = beyond_limit(submission, self.memory.quotas.limit(submission.tenant))
             self._end(request, EndCode.NEVER_FITS, message, now)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, given, settings
 
+from memmgr.core.quotas import Quota
 from memmgr.schedule.beams import BeamSearch, Choice, Move
 from memmgr.schedule.plans import EndCode, FinishReason
 from tests.memmgr.memmgr_world import START, World, choose, mix
@@ -122,6 +124,32 @@ def test_wider_than_the_batch_or_the_pool_is_refused() -> None:
         end = world.clients[key].end
         assert end is not None
         assert end.code is EndCode.NEVER_FITS
+
+
+def test_a_search_that_is_stopped_gives_its_best_so_far() -> None:
+    search = BeamSearch(2, 1.0, frozenset({9}), 10)
+    search.advance({0: offer((5, -0.5), (9, -1.0), (6, -2.0))})
+    search.stop()
+    assert search.running == []
+    assert [(one.tokens, one.score, one.ended) for one in search.finished] == [((5,), -0.5, False), ((9,), -1.0, True)]
+
+
+@pytest.mark.parametrize("host_blocks", [0, 90])
+def test_a_search_that_outgrows_a_lowered_limit_keeps_what_it_has(host_blocks: int) -> None:
+    world = World(blocks=64, block_size=4, vocabulary=30, host_blocks=host_blocks)
+    key = world.submit(range(12, 20), max_tokens=40, beam_width=3, samples=2)
+    for _ in range(20):
+        world.step()
+    lengths = {sequence.outputs for sequence in world.scheduler.running[0].live}
+    world.scheduler.set_quota(Quota("tenant", max_blocks=6), world.now)
+    world.listen()
+    client = world.clients[key]
+    assert client.end is not None
+    assert client.end.code is EndCode.OK
+    assert {len(tokens) for tokens in client.outputs.values()} == lengths
+    assert {end.reason for end in client.sequence_ends.values()} == {FinishReason.CONTEXT}
+    world.run()
+    world.check_idle()
 
 
 def test_no_numbers_at_all_end_a_search_with_an_error() -> None:
