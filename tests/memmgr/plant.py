@@ -27,7 +27,7 @@ EXAMPLES: Final = "150"
 
 #: The quick ones first: most faults fall there.
 TESTS: Final = (
-    "blocks", "prefix", "collisions", "memory", "scheduler", "beams", "session", "messages", "swap", "quotas",
+    "blocks", "prefix", "collisions", "memory", "pins", "scheduler", "beams", "session", "messages", "swap", "quotas",
     "memory_machine", "session_machine", "simulation", "small_world", "events",
 )  # fmt: skip
 
