@@ -5,6 +5,7 @@ real sockets. Knows nothing of memory.
 """
 
 import time
+from abc import ABC, abstractmethod
 from typing import Final
 
 import zmq
@@ -24,7 +25,7 @@ VOCABULARY: Final = 1 << 16
 _POLL_MS: Final = 20
 
 
-class Peer:
+class Peer(ABC):
     """One connection. Used by one thread."""
 
     def __init__(self, context: Context, endpoint: str, hello: engine.GatewayHello | engine.ExecutorHello) -> None:
@@ -51,9 +52,9 @@ class Peer:
         if message is not None:
             self.take(message)
 
+    @abstractmethod
     def take(self, message: Message) -> None:
         """Act on a message."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Close the socket."""

@@ -210,7 +210,7 @@ def _answer(folder: Path, wishes: Connection, times: Connection) -> None:
         executor.listen()
     stopping.set()
     thread.join()
-    times.send((executor.answered, gateway.refused))
+    times.send_bytes(json.dumps([executor.answered, gateway.refused]).encode())
     executor.close()
     gateway.close()
     context.term()
@@ -239,8 +239,8 @@ def dump(progress: Progress) -> Dumped:
                     assert sum(1 for _ in admin.blocks()) == _MILLION
                     progress.advance(task)
                 dumping_to = time.monotonic()
-            wish.send(True)
-            answered, refused = answers.recv()
+            wish.send_bytes(b"tell")
+            answered, refused = json.loads(answers.recv_bytes())
         finally:
             load.join(10)
             load.kill()
