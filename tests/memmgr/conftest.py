@@ -35,6 +35,7 @@ class House:
             admin=Address("127.0.0.1", 0),
             **changes,
         )
+        structlog.reset_defaults()  # another test may have configured it to be silent
         self.engine = Engine(self.config, new_incarnation(), context, structlog.get_logger())
         self._peers: list[Peer] = []
         self._thread = threading.Thread(target=self.engine.run, name="engine")
