@@ -38,8 +38,9 @@ class Ours:
         return _Sequence(key, ids, lineage)
 
     def admit(self, sequence: _Sequence) -> int:
-        """See Allocator: planned and acknowledged at once."""
+        """See Allocator: planned and acknowledged at once. The owner's clock has gone on, here as below."""
         memory, tokens = self._memory, sequence.tokens
+        memory.now += 1.0
         admission = memory.plan_admission(sequence.lineage, tokens, 0)
         assert admission is not None
         table = sequence.table = memory.admit(sequence.key, sequence.lineage, admission)
@@ -53,6 +54,7 @@ class Ours:
     def decode(self, sequences: list[_Sequence], token: int) -> None:
         """See Allocator."""
         memory = self._memory
+        memory.now += 1.0
         for sequence in sequences:
             assert sequence.table is not None
             growth = memory.plan_growth(sequence.table, 1)
@@ -66,6 +68,7 @@ class Ours:
 
     def free(self, sequence: _Sequence) -> None:
         """See Allocator."""
+        self._memory.now += 1.0
         self._memory.release(sequence.key, sequence.tokens)
 
     def flush(self) -> None:

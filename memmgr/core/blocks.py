@@ -47,10 +47,10 @@ class _Run:
 
     __slots__ = ("at", "blocks", "first", "held", "segment")
 
-    def __init__(self, at: float, segment: _Segment) -> None:
-        self.blocks: list[int] = []
+    def __init__(self, at: float, segment: _Segment, blocks: list[int]) -> None:
+        self.blocks = blocks
         self.first = 0
-        self.held = 0
+        self.held = len(blocks)
         self.at: Final = at
         self.segment = segment
 
@@ -68,7 +68,7 @@ class _Segment:
     def __init__(self) -> None:
         self.held = 0
         self.runs: Final[OrderedDict[_Run, None]] = OrderedDict()
-        self.last = _Run(0.0, self)  # what was made last, in the order or empty
+        self.last = _Run(0.0, self, [])  # what was made last, in the order or empty
 
     def run_at(self, now: float) -> _Run:
         """Return the run that blocks enter now: the last one, while it is here, of the same time and whole, or a new one.
@@ -77,16 +77,20 @@ class _Segment:
         """
         run = self.last
         if run.at != now or run.held != len(run.blocks) - run.first or run.segment is not self:
-            run = self.last = _Run(now, self)
+            run = self.last = _Run(now, self, [])
         return run
 
     def append(self, run: _Run, blocks: list[int]) -> None:
         """Let blocks that know that they are in the run be in it."""
-        if blocks:
+        if not blocks:
+            return
+        self.held += len(blocks)
+        run.held += len(blocks)
+        if run.blocks:
             run.blocks += blocks
-            run.held += len(blocks)
-            self.held += len(blocks)
-            self.runs[run] = None  # at the end, where it is new
+        else:
+            run.blocks = blocks
+            self.runs[run] = None  # at the end
 
 
 class BlockPool:
@@ -163,7 +167,16 @@ class BlockPool:
 
     def take(self) -> int:
         """Give out a free block, with one reference. There must be one."""
-        return self.take_some(1)[0]
+        if self._free:
+            block = self._free.pop()
+        else:
+            block = self._unused
+            assert block < self.total, "no free block: the caller has to evict first"
+            self._unused += 1
+        self.references[block] = 1
+        self.generations[block] += 1
+        self.live += 1
+        return block
 
     def take_some(self, count: int) -> list[int]:
         """Give out free blocks, each with one reference. There must be so many."""
@@ -184,21 +197,48 @@ class BlockPool:
 
     def share(self, block: int) -> bool:
         """Add a reference to a live or cached block. True: it was a cached one."""
-        return self.share_all((block,)) == 1
+        count = self.references[block]
+        self.references[block] = count + 1
+        if count:
+            self.shared += count == 1
+            return False
+        run = self._run_of[block]
+        if run is None:
+            assert self.pins[block], f"block {block} is not cached"
+            self.pinned_cached -= 1
+        else:
+            self._run_of[block] = None
+            self._let_go(run, 1)
+        self.cached -= 1
+        self.live += 1
+        return True
 
-    def share_all(self, blocks: Sequence[int]) -> int:
-        """Add a reference to each of some blocks, live or cached; return how many were cached."""
+    def share_all(self, blocks: Sequence[int], *, favour: bool = False) -> int:
+        """Add a reference to each of some blocks, live or cached, and favour them; return how many were cached."""
         references, run_of = self.references, self._run_of
+        runs = [run_of[block] for block in blocks]
+        run = runs[0] if runs else None
+        if run is not None and runs.count(run) == len(runs):  # as of most tables: all became cached at one time
+            for block in blocks:
+                references[block] = 1
+                run_of[block] = None
+            if favour and run.segment is not self._proven:  # where they are favoured
+                self.favour(blocks)
+            self._let_go(run, len(runs))
+            self.cached -= len(runs)
+            self.live += len(runs)
+            return len(runs)
+        if favour:
+            self.favour(blocks)
         revived = 0
-        left, gone = self._fresh.last, 0  # the blocks of a table lie in one run, or a few
-        for block in blocks:
+        left, gone = self._fresh.last, 0  # the others lie in a few runs
+        for block, run in zip(blocks, runs, strict=True):
             count = references[block]
             references[block] = count + 1
             if count:
                 self.shared += count == 1
                 continue
             revived += 1
-            run = run_of[block]
             if run is None:
                 assert self.pins[block], f"block {block} is not cached"
                 self.pinned_cached -= 1
@@ -230,30 +270,49 @@ class BlockPool:
 
         Returns those whose last reference went and which are of no use: the caller must `release` them at once.
         """
-        references, run_of = self.references, self._run_of
-        run = self._fresh.run_at(now)
-        others: list[int] = []
-        if self.pinned:
-            others = blocks
-        else:
-            for block in blocks:
-                if references[block] == 1 and of_use[block] is not None:
-                    references[block] = 0
-                    run_of[block] = run
-                else:
-                    others.append(block)
-        kept = blocks
-        if others:  # most often the first one alone: a table's last block
-            kept = blocks[1:] if others == blocks[:1] else [block for block in blocks if run_of[block] is run]
-        self.live -= len(kept)
-        self.cached += len(kept)
-        if kept and self._favoured[kept[-1]]:  # the head of a chain, with at least its tail's use
-            self._prove(kept, run, now)
-        else:
-            self._fresh.append(run, kept)
-        if not others:
-            return others
+        if not blocks:
+            return []
+        references, run_of, favoured = self.references, self._run_of, self._favoured
         useless: list[int] = []
+        others = blocks  # whose case is less simple
+        if not self.pinned:
+            others = []
+            run = fresh = self._fresh.run_at(now)
+            first: list[int] = []  # of them, where others go into the second segment
+            if favoured[blocks[-1]]:  # the head of a chain, with at least its tail's use
+                run = self._proven.run_at(now)
+                for block in blocks:
+                    if references[block] != 1:
+                        others.append(block)
+                        continue
+                    references[block] = 0
+                    if of_use[block] is None:
+                        useless.append(block)
+                    elif favoured[block]:
+                        run_of[block] = run
+                    else:
+                        run_of[block] = fresh
+                        first.append(block)
+            else:
+                for block in blocks:
+                    if references[block] != 1:
+                        others.append(block)
+                        continue
+                    references[block] = 0
+                    if of_use[block] is None:
+                        useless.append(block)
+                    else:
+                        run_of[block] = run
+            last = blocks
+            if useless or others or first:  # most often the first one alone: a table's last block
+                left = not others and not first and useless == blocks[: len(useless)]
+                last = blocks[len(useless) :] if left else [block for block in blocks if run_of[block] is run]
+            self.live -= len(useless) + len(first) + len(last)
+            self.cached += len(first) + len(last)
+            run.segment.append(run, last)
+            if run is not fresh:
+                self._fresh.append(fresh, first)  # before what is moved behind it from the second segment
+                self._demote()
         for block in others:
             if self.drop(block):
                 if of_use[block] is None:
@@ -267,21 +326,6 @@ class BlockPool:
         favoured = self._favoured
         for block in blocks:
             favoured[block] = 1
-
-    def _prove(self, blocks: list[int], run: _Run, now: float) -> None:
-        """Put blocks into the order, which all know that they are in `run`: those that are favoured into the second segment.
-
-        The others first: what is moved on from the second segment goes behind them.
-        """
-        favoured, run_of = self._favoured, self._run_of
-        proven = [block for block in blocks if favoured[block]]
-        if len(proven) < len(blocks):
-            self._fresh.append(run, [block for block in blocks if not favoured[block]])
-        later = self._proven.run_at(now)
-        for block in proven:
-            run_of[block] = later
-        self._proven.append(later, proven)
-        self._demote()
 
     def _demote(self) -> None:
         """Move what the second segment has too much of to the end of the first."""
@@ -301,9 +345,9 @@ class BlockPool:
         assert self.references[block] == 0
         if self.pins[block]:
             self.pinned_cached += 1
+            self._stamps[block] = now
         else:
             self._enter(block, now)
-        self._stamps[block] = now
         self.cached += 1
 
     def pin(self, block: int) -> bool:
@@ -340,6 +384,14 @@ class BlockPool:
         self._favoured[block] = 0
         self._stamps[block] = now
         self._free.append(block)
+
+    def release_dropped(self, blocks: Sequence[int], now: float) -> None:
+        """Make blocks whose last reference was dropped just now, and which are not pinned, free ones."""
+        favoured, stamps = self._favoured, self._stamps
+        for block in blocks:
+            favoured[block] = 0
+            stamps[block] = now
+        self._free += blocks
 
     def release_all(self, now: float) -> list[int]:
         """Make all cached blocks free ones, none of which may be pinned; return them in the order of eviction."""
@@ -408,9 +460,12 @@ class BlockPool:
 
     def _enter(self, block: int, now: float) -> None:
         assert self._run_of[block] is None
-        segment = self._proven if self._favoured[block] else self._fresh
-        run = self._run_of[block] = segment.run_at(now)
-        segment.append(run, [block])
+        if not self._favoured[block]:
+            run = self._run_of[block] = self._fresh.run_at(now)
+            self._fresh.append(run, [block])
+            return
+        run = self._run_of[block] = self._proven.run_at(now)
+        self._proven.append(run, [block])
         self._demote()
 
     def _leave(self, block: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Final
 
 
@@ -29,13 +29,12 @@ class EvictedNames:
         """All of them, the older generation first."""
         return (*self._older, *self._younger)
 
-    def add(self, names: Iterable[bytes | None]) -> None:
-        """Remember names of what is evicted now; None is none."""
-        if not self._half:
+    def add(self, names: Sequence[bytes]) -> None:
+        """Remember names of what is evicted now, in their order."""
+        if len(self._younger) + len(names) < self._half:
+            self._younger.update(dict.fromkeys(names))
             return
-        for name in names:
-            if name is None:
-                continue
+        for name in names if self._half else ():
             self._younger[name] = None
             if len(self._younger) >= self._half:
                 self._older, self._younger = self._younger, {}

@@ -166,20 +166,21 @@ class Memory:
         At least the last token is left to compute: its logits are wanted. No more than `allowance` blocks may become live by it.
         """
         match = self.plan_match(lineage, tokens)
-        revived = self.pool.evictable_among(match.blocks)
-        needed = self.blocks_for(len(tokens) + 1) - len(match.blocks)
-        room = self.pool.available - revived - reserve
-        if needed > room:
-            return None
-        allowed = needed if allowance is None else allowance - self._dead(match.blocks)
-        if needed > allowed:
-            return None
-        if match.tail_tokens and (
-            needed + self.pool.evictable(match.tail) > room
-            or (allowance is not None and needed + self._dead((match.tail,)) > allowed)
-        ):
-            match = match.without_tail()  # its source would be held, and is needed
-        return Admission(match, len(match.blocks) * self.block_size + match.tail_tokens)
+        found = len(match.blocks)
+        whole = self.blocks_for(len(tokens) + 1)
+        room = self.pool.available - reserve
+        if whole >= room or allowance is not None:  # else there is room whatever of them is held, the tail's source included
+            room -= self.pool.evictable_among(match.blocks)
+            needed = whole - found
+            allowed = needed if allowance is None else allowance - self._dead(match.blocks)
+            if needed > min(room, allowed):
+                return None
+            if match.tail_tokens and (
+                needed + self.pool.evictable(match.tail) > room
+                or (allowance is not None and needed + self._dead((match.tail,)) > allowed)
+            ):
+                match = match.without_tail()  # its source would be held, and is needed
+        return Admission(match, found * self.block_size + match.tail_tokens)
 
     def blocks_charged(self, lineage: Lineage, tokens: array[int]) -> int:
         """Return how many blocks at least become live where a sequence with these tokens, and one more, begins."""
@@ -207,23 +208,19 @@ class Memory:
     def admit(self, key: Hashable, lineage: Lineage, admission: Admission, owner: object = None) -> Table:
         """Give a sequence its table. Records name it by `owner`, or else by its key."""
         assert key not in self._tables, f"sequence {key} has a table already"
-        match = admission.match
+        match, cached = admission
         owner = key if owner is None else owner
-        self._share_all(match.blocks, owner)
-        hits = self.index.hits
-        for block in match.blocks:
-            hits[block] += 1
-        self.pool.favour(match.blocks)
-        table = Table(key, owner, lineage, list(match.blocks), committed=len(match.blocks))
-        if match.blocks:
-            table.node = self.index.node(match.blocks[-1])
+        blocks = list(match.blocks)
+        node = self.index.node(blocks[-1]) if blocks else None
+        table = self._tables[key] = Table(key, owner, lineage, blocks, cached, cached, len(blocks), node)
+        if blocks:
+            self._share_all(blocks, owner, favour=True)
+            self.index.note_hits(blocks)
         if match.tail_tokens:
-            self._share_all((match.tail,), owner)
-            self.index.hits[match.tail] += 1
-            table.blocks.append(self._clone(match.tail, owner))
+            self._share(match.tail, owner)
+            self.index.note_hits((match.tail,))
+            blocks.append(self._clone(match.tail, owner))
             self.counters.partial_copies += 1
-        table.planned = table.computed = admission.cached_tokens
-        self._tables[key] = table
         self._planning = True
         return table
 
@@ -363,7 +360,7 @@ class Memory:
         held, self._held = self._held, {}
         for block, owners in held.items():
             for owner in owners:
-                self._drop_all([block], owner)
+                self._drop(block, owner)
         return step
 
     def note_preemption(self, owner: object) -> None:
@@ -396,7 +393,7 @@ class Memory:
             blocks, names, pieces = blocks[skipped:], names[skipped:], pieces[skipped:]
         node = index.insert_chain(blocks, names, pieces, table.node, lineage.root, lineage.tenant)
         if self._evicted:
-            self._remember(blocks, names)
+            self._favour_those_back(blocks, names)
         if self._records is not None:
             for block, name, piece in zip(blocks, names, pieces, strict=True):
                 if index.entered_last(block):
@@ -404,15 +401,24 @@ class Memory:
                     self._records.append((events.INDEXED, block, table.owner, entry))
         return node
 
-    def _remember(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """Favour those of some blocks whose content was evicted lately."""
-        came_back = self._evicted.take
-        self.pool.favour([block for block, name in zip(blocks, names, strict=True) if came_back(name)])
+    def _favour_those_back(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+        """Favour those of a chain's blocks whose content was evicted lately, up to the first whose was not.
+
+        A chain is evicted from its end, so that its first blocks are remembered the longest: of a prompt that comes once, one
+        name is looked up.
+        """
+        back: list[int] = []
+        for block, name in zip(blocks, names, strict=True):
+            if not self._evicted.take(name):
+                break
+            back.append(block)
+        if back:
+            self.pool.favour(back)
 
     def _allocate(self, count: int, owner: object) -> list[int]:
         """Give out blocks, which there must be; cached ones are evicted, one by one, where too few are free."""
         pool = self.pool
-        blocks = pool.take_some(min(count, pool.free))
+        blocks = [pool.take()] if count == 1 and pool.free else pool.take_some(min(count, pool.free))
         self._note_all(events.ALLOCATED, blocks, owner)
         while len(blocks) < count:
             taken = self._evict(count - len(blocks))
@@ -444,9 +450,16 @@ class Memory:
         """Return cached blocks that go where none is free, in their order, one at least and `count` at most."""
         return self.pool.oldest_some(count)
 
-    def _share_all(self, blocks: Sequence[int], owner: object) -> None:
-        """Add a reference to each of some blocks, which are all of one tenant."""
-        if revived := self.pool.share_all(blocks):
+    def _share(self, block: int, owner: object) -> None:
+        """Add a reference to a block."""
+        if self.pool.share(block):
+            self.quotas.charge_again(block, 1)
+        if self._records is not None:
+            self._records.append((events.SHARED, block, owner, None))
+
+    def _share_all(self, blocks: Sequence[int], owner: object, *, favour: bool = False) -> None:
+        """Add a reference to each of some blocks, which are all of one tenant, and favour them."""
+        if revived := self.pool.share_all(blocks, favour=favour):
             self.quotas.charge_again(blocks[0], revived)
         self._note_all(events.SHARED, blocks, owner)
 
@@ -474,8 +487,28 @@ class Memory:
         if self._records is not None:
             self._note_all(events.RELEASED, blocks, owner)
             self._note_all(events.FREED, useless, None)
-        for block in useless:
-            self._free(block)
+        if useless:
+            self.pool.release_dropped(useless, self.now)
+            self.counters.freed_blocks += len(useless)
+            self._freed += useless
+            if self._copies:
+                for block in useless:
+                    self._copies.pop(block, None)  # as in `_free`
+
+    def _drop(self, block: int, owner: object) -> None:
+        """Do what `_drop_all` does, with one block."""
+        last = self.pool.drop(block)
+        if self._records is not None:
+            self._records.append((events.RELEASED, block, owner, None))
+        if not last:
+            return
+        self.quotas.discharge(block)
+        if self.index.hashes[block] is not None:
+            self.pool.keep(block, self.now)
+            return
+        if self._records is not None:
+            self._records.append((events.FREED, block, None, None))
+        self._free(block)
 
     def _forget(self, block: int, kind: int = events.FLUSHED) -> int:
         """Take a block out of the index, and what stands on it, which could not be found any more; return how many fell free.

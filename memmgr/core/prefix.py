@@ -30,6 +30,8 @@ MAX_CHILDREN_COMPARED: Final = 16
 
 _NONE: Final = -1
 
+_TOKEN_BYTES: Final = 4  # of an id, in a block's tokens
+
 
 class Match(NamedTuple):
     """What the index knows of a prompt: whole blocks from its start, then perhaps a part of one more.
@@ -63,10 +65,16 @@ def root_hash(model: str, tenant: str, salt: str) -> bytes:
     return digest.digest()
 
 
+_new_block_digest: Final = blake2b(
+    digest_size=HASH_BYTES, person=b"kilburn.block"
+).copy  # in half of the time that a new one takes
+
+
 def block_hash(parent: bytes, tokens: bytes) -> bytes:
     """Return the hash of a block: `parent` is its predecessor's or the root's, `tokens` are little-endian 32-bit ids."""
-    data = b"p" + parent + _length_tag(len(tokens)) + tokens
-    return blake2b(data, digest_size=HASH_BYTES, person=b"kilburn.block").digest()
+    digest = _new_block_digest()
+    digest.update(b"".join((b"p", parent, _length_tag(len(tokens)), tokens)))
+    return digest.digest()
 
 
 @cache
@@ -77,6 +85,8 @@ def _length_tag(length: int) -> bytes:
 def pieces_of(tokens: array[int], first: int, end: int, size: int) -> tuple[bytes, ...]:
     """Return what blocks first .. end - 1 of `size` tokens each hold, as the index keeps it."""
     data = tokens[first * size : end * size].tobytes()
+    if end - first == 1:
+        return (data,)
     return unpack(f"{size * tokens.itemsize}s" * (end - first), data)  # in a third of the time that slices take
 
 
@@ -208,10 +218,10 @@ class PrefixIndex:
         """Return the hash under which a block is known, or None where it is not in the index."""
         return self.hashes[block]
 
-    def names_of(self, blocks: Sequence[int]) -> list[bytes | None]:
-        """Return the hash under which each of some blocks is known."""
+    def names_of(self, blocks: Sequence[int]) -> list[bytes]:
+        """Return the hash under which each of some indexed blocks is known."""
         hashes = self.hashes
-        return [hashes[block] for block in blocks]
+        return [hashes[block] or b"" for block in blocks]
 
     def parent_of(self, block: int) -> bytes:
         """Return the hash that an indexed block hangs on: its parent node's or its root."""
@@ -282,36 +292,42 @@ class PrefixIndex:
         tail, tail_tokens = _NONE, 0
         if len(tokens) >= size:
             start = len(blocks) * size
-            tail, tail_tokens = self._best_child(above, lineage.root, tokens[start : min(limit, start + size)])
+            tail, tail_tokens = self._best_child(above, lineage.root, tokens[start : min(limit, start + size)].tobytes())
         return Match(tuple(blocks), tail, tail_tokens)
 
     def _chain(self, lineage: Lineage, tokens: array[int], whole: int) -> list[int]:
         """Return the blocks that hold the first of `whole` blocks of tokens, from the root on."""
         size, block_of, names = self._block_size, self._block_of, lineage.names
-        if not whole or lineage.name(0, tokens[:size].tobytes()) not in block_of:
+        if not whole or (names[0] if names else lineage.name(0, tokens[:size].tobytes())) not in block_of:
             return []  # as of most prompts
-        pieces = pieces_of(tokens, 0, whole, size)
-        blocks: list[int] = []
-        for name in names[:whole]:
-            block = block_of.get(name)
-            if block is None:
-                break
-            blocks.append(block)
-        else:
-            for logical in range(len(names), whole):
-                block = block_of.get(lineage.name(logical, pieces[logical]))
+        # Where one is not there, those after it are not either, or hang on something else, which is seen below.
+        blocks = [block for name in names[:whole] if (block := block_of.get(name)) is not None]
+        if len(blocks) == len(names) < whole:
+            name = lineage.parent(len(names))
+            for piece in pieces_of(tokens, len(names), whole, size):
+                name = block_hash(name, piece)
+                names.append(name)
+                block = block_of.get(name)
                 if block is None:
                     break
                 blocks.append(block)
-        # What was found by name is compared at once. Where that fails, names have collided.
-        known = tuple([self._tokens[block] for block in blocks])
-        above = [self._above[block] for block in blocks]
-        if known == pieces[: len(blocks)] and above == [_NONE, *blocks[:-1]] and self._parents[blocks[0]] == lineage.root:
+        # What was found by name is compared at once, as no block holds more than `size` tokens. If that fails, names collided.
+        known_tokens, known_above = self._tokens, self._above
+        data = tokens[: len(blocks) * size].tobytes()
+        held = b"".join([known_tokens[block] or b"" for block in blocks])
+        above = [known_above[block] for block in blocks]
+        if held == data and above == [_NONE, *blocks[:-1]] and self._parents[blocks[0]] == lineage.root:
             return blocks
-        for logical, block in enumerate(blocks):
-            if not self._holds(block, pieces[logical], blocks[logical - 1] if logical else _NONE, lineage.root):
+        for logical, (block, piece) in enumerate(zip(blocks, pieces_of(tokens, 0, len(blocks), size), strict=True)):
+            if not self._holds(block, piece, blocks[logical - 1] if logical else _NONE, lineage.root):
                 return blocks[:logical]
         return blocks
+
+    def note_hits(self, blocks: Sequence[int]) -> None:
+        """Take note that an admission uses some blocks."""
+        hits = self.hits
+        for block in blocks:
+            hits[block] += 1
 
     def insert(self, block: int, name: bytes, above: Node | None, root: bytes, tokens: bytes, tenant: str) -> Node | None:
         """Let `block` stand for `tokens` after the node `above`, or after `root` where that is None.
@@ -471,20 +487,20 @@ class PrefixIndex:
             yield child
             child = self._next_sibling[child]
 
-    def _best_child(self, above: int, root: bytes, wanted: array[int]) -> tuple[int, int]:
+    def _best_child(self, above: int, root: bytes, wanted: bytes) -> tuple[int, int]:
         """Return the child that shares the most leading tokens with `wanted`, and how many; (-1, 0) where none does."""
-        best, shared = _NONE, 0
-        child, data, width = self._first(above, root), wanted.tobytes(), wanted.itemsize
-        better = data[:width]  # what a child begins with that shares more than the best
+        best, shared = _NONE, 0  # bytes, of whole tokens
+        child, known_tokens, next_sibling = self._first(above, root), self._tokens, self._next_sibling
+        better = wanted[:_TOKEN_BYTES]  # what a child begins with that shares more than the best
         for _ in range(MAX_CHILDREN_COMPARED):
             if child == _NONE or shared == len(wanted):
                 break
-            known = self._tokens[child] or b""
+            known = known_tokens[child] or b""
             if known.startswith(better):
-                best, shared = child, _common(known, data) // width
-                better = data[: (shared + 1) * width]
-            child = self._next_sibling[child]
-        return best, shared
+                best, shared = child, _common(known, wanted)
+                better = wanted[: shared + _TOKEN_BYTES]
+            child = next_sibling[child]
+        return best, shared // _TOKEN_BYTES
 
     def check_invariants(self) -> int:
         """Check names, parents, depths and the threads. Returns how many checks were made.
@@ -523,7 +539,8 @@ class PrefixIndex:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Return how many leading bytes two have in common."""
+    """Return how many leading bytes two have in common, of whole tokens."""
     if one.startswith(other):
         return len(other)
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    bytes_apart = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(bytes_apart, min(len(one), len(other))) // _TOKEN_BYTES * _TOKEN_BYTES

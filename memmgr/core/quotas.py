@@ -137,7 +137,8 @@ class Quotas:
 
     def charge(self, block: int, tenant: str) -> None:
         """Take note that a block is live, and whose it is."""
-        self.charge_all((block,), tenant)
+        self._tenants[block] = tenant
+        self._use(tenant, 1)
 
     def charge_all(self, blocks: Sequence[int], tenant: str) -> None:
         """Take note that some blocks are live, and whose they are."""

@@ -257,9 +257,10 @@ def naive_hits_of_the_core(prompts: Iterable[Prompt], capacity: int) -> list[int
             if len(younger) == Memory.ghosts * capacity // 2:
                 older, younger = younger, set()
         for name in chain[hits:]:
-            if name in younger | older:
-                (younger if name in younger else older).remove(name)
-                favoured.add(name)
+            if name not in younger | older:
+                break
+            (younger if name in younger else older).remove(name)
+            favoured.add(name)
         fresh += [name for name in reversed(chain) if name not in favoured]
         proven.append([name for name in reversed(chain) if name in favoured])
         while sum(map(len, proven)) > int(capacity * Memory.proven_share):
