@@ -6,8 +6,9 @@ from array import array
 from typing import Final
 
 from benchmarks.allocator_rounds import BLOCK_SIZE, NUM_BLOCKS, serve
-from memmgr.core.memory import Memory, MemoryCounters, Table
-from memmgr.core.prefix import Lineage, root_hash
+from memmgr.core.lineage import Lineage, root_hash
+from memmgr.core.memory import Memory
+from memmgr.core.table import MemoryCounters, Table
 
 
 class _Sequence:

@@ -21,8 +21,9 @@ from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Final
 
-from memmgr.core.memory import Memory, MemoryCounters
-from memmgr.core.prefix import root_hash
+from memmgr.core.lineage import root_hash
+from memmgr.core.memory import Memory
+from memmgr.core.table import MemoryCounters
 from memmgr.schedule.plans import Limits, Sampled, Submission
 from memmgr.schedule.scheduler import ScheduleCounters, Scheduler
 

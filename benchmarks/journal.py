@@ -27,8 +27,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from memmgr.core.memory import Memory, MemoryCounters
-from memmgr.core.prefix import root_hash
+from memmgr.core.lineage import root_hash
+from memmgr.core.memory import Memory
+from memmgr.core.table import MemoryCounters
 from memmgr.journal.files import JournalFile
 from memmgr.journal.journaled import memory_of
 from memmgr.journal.recording import Journal

@@ -22,8 +22,8 @@ from kilburn.log import Logger
 from kilburn.v1 import engine_pb2 as engine
 from kilburn.wire.hub import Hub, Incoming
 from memmgr.core.events import NO_BLOCK, STARTED, Record
-from memmgr.core.memory import MemoryCounters
 from memmgr.core.quotas import Quota
+from memmgr.core.table import MemoryCounters
 from memmgr.events import EventLog
 from memmgr.journal.recording import Journal
 from memmgr.messages import MessageError, check_hello, read_submit, token_batches

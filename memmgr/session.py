@@ -20,11 +20,11 @@ from kilburn.errors import KilburnError
 from kilburn.limits import EXECUTOR_STALL_SECONDS, MAX_PINS, PEER_TIMEOUT_SECONDS
 from kilburn.v1 import engine_pb2 as engine
 from memmgr.core.events import Record
-from memmgr.core.memory import MemoryCounters
+from memmgr.core.lineage import root_hash
 from memmgr.core.pins import Pin
-from memmgr.core.prefix import root_hash
 from memmgr.core.quotas import Quota
 from memmgr.core.swap import SwappingMemory
+from memmgr.core.table import MemoryCounters
 from memmgr.journal.journaled import memory_of
 from memmgr.journal.recording import Journal
 from memmgr.messages import MessageError, read_result, step_plan

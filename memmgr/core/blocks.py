@@ -24,11 +24,12 @@ anew. So a whole table enters or leaves the order at the cost of one write for e
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from itertools import chain
 from typing import Final
+
+from memmgr.core.runs import Run, Segment
 
 
 class BlockState(IntEnum):
@@ -37,60 +38,6 @@ class BlockState(IntEnum):
     FREE = 1
     LIVE = 2
     CACHED = 3
-
-
-class _Run:
-    """Blocks that became cached at one time, the next to be evicted first.
-
-    `blocks[first:]` has those that are in the run, `held` of them, and others that have left.
-    """
-
-    __slots__ = ("at", "blocks", "first", "held", "segment")
-
-    def __init__(self, at: float, segment: _Segment, blocks: list[int]) -> None:
-        self.blocks = blocks
-        self.first = 0
-        self.held = len(blocks)
-        self.at: Final = at
-        self.segment = segment
-
-    @property
-    def whole(self) -> bool:
-        """Whether no block has left but from the front."""
-        return self.held == len(self.blocks) - self.first
-
-
-class _Segment:
-    """A part of the eviction order. `held` blocks are in its runs, the oldest run first; none is empty."""
-
-    __slots__ = ("held", "last", "runs")
-
-    def __init__(self) -> None:
-        self.held = 0
-        self.runs: Final[OrderedDict[_Run, None]] = OrderedDict()
-        self.last = _Run(0.0, self, [])  # what was made last, in the order or empty
-
-    def run_at(self, now: float) -> _Run:
-        """Return the run that blocks enter now: the last one, while it is here, of the same time and whole, or a new one.
-
-        In a run that is whole no block is a second time, so that its entry says all.
-        """
-        run = self.last
-        if run.at != now or run.held != len(run.blocks) - run.first or run.segment is not self:
-            run = self.last = _Run(now, self, [])
-        return run
-
-    def append(self, run: _Run, blocks: list[int]) -> None:
-        """Let blocks that know that they are in the run be in it."""
-        if not blocks:
-            return
-        self.held += len(blocks)
-        run.held += len(blocks)
-        if run.blocks:
-            run.blocks += blocks
-        else:
-            run.blocks = blocks
-            self.runs[run] = None  # at the end
 
 
 class BlockPool:
@@ -133,9 +80,9 @@ class BlockPool:
         self._stamps: Final = [0.0] * total  # see `stamps`; of a block in a run it's the run's
         self._free: list[int] = []
         self._unused = 0  # blocks from here on were never given out
-        self._run_of: Final[list[_Run | None]] = [None] * total
-        self._fresh = _Segment()
-        self._proven = _Segment()
+        self._run_of: Final[list[Run | None]] = [None] * total
+        self._fresh = Segment()
+        self._proven = Segment()
         self._most_proven: Final = proven
         self._favoured: Final = bytearray(total)
 
@@ -401,7 +348,7 @@ class BlockPool:
             self._run_of[block] = None
             self._favoured[block] = 0
             self._stamps[block] = now
-        self._fresh, self._proven = _Segment(), _Segment()
+        self._fresh, self._proven = Segment(), Segment()
         self._free += blocks
         self.cached = 0
         return blocks
@@ -474,7 +421,7 @@ class BlockPool:
         self._run_of[block] = None
         self._let_go(run, 1)
 
-    def _let_go(self, run: _Run, count: int) -> None:
+    def _let_go(self, run: Run, count: int) -> None:
         """Take note that blocks have left a run. An empty one is forgotten, one that is mostly their entries is written anew."""
         if not count:
             return

@@ -16,7 +16,8 @@ from math import inf
 from memmgr.core import events
 from memmgr.core.blocks import BlockPool
 from memmgr.core.events import Record, Unindexed
-from memmgr.core.prefix import Lineage, PrefixIndex
+from memmgr.core.lineage import Lineage
+from memmgr.core.prefix import PrefixIndex
 
 
 @dataclass(slots=True)

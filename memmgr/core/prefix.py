@@ -1,9 +1,8 @@
 """The prefix index: which known content which block holds.
 
-Content is named by a chain of hashes, one for each block: BLAKE2b over the parent's hash and the block's tokens, rooted in
-(model, tenant, salt), every field tagged and length-prefixed, so that no two domains and no two splits of the same bytes can
-meet. Hashes find, comparison decides: a hit has the tokens asked for and hangs on the node before it, and who inserts names the
-node that it goes on from, not a hash. So a collision costs a miss, never a wrong token.
+Content is named by a chain of hashes (see `lineage`). Hashes find, comparison decides: a hit has the tokens asked for and hangs on
+the node before it, and who inserts names the node that it goes on from, not a hash. So a collision costs a miss, never a wrong
+token.
 
 The index is a forest of nodes, each node one block. A node with fewer tokens than a block is the tail of a sequence that ended
 there: it is found as the source of a clone, has no children, and is never referenced itself. A node's parent is always in the
@@ -16,19 +15,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
-from hashlib import blake2b
-from struct import unpack
 from typing import Final, NamedTuple
 
-#: Of a hash, in bytes. 128 bits: with comparison on top, collisions are a matter of speed, not of truth.
-HASH_BYTES: Final = 16
+from memmgr.core.forest import NONE, Forest, Nodes
+from memmgr.core.lineage import Lineage, block_hash, pieces_of
 
 #: Children of one node looked at for a prefix that ends inside a block. A system prompt has thousands, the recent ones matter.
 MAX_CHILDREN_COMPARED: Final = 16
-
-_NONE: Final = -1
 
 _TOKEN_BYTES: Final = 4  # of an id, in a block's tokens
 
@@ -41,7 +34,7 @@ class Match(NamedTuple):
     """
 
     blocks: tuple[int, ...] = ()
-    tail: int = _NONE
+    tail: int = NONE
     tail_tokens: int = 0
 
     def without_tail(self) -> Match:
@@ -54,122 +47,6 @@ class Node(NamedTuple):
 
     block: int
     serial: int
-
-
-def root_hash(model: str, tenant: str, salt: str) -> bytes:
-    """Return the root of one domain: prefixes are shared only within it."""
-    digest = blake2b(digest_size=HASH_BYTES, person=b"kilburn.root")
-    for tag, field in (b"m", model), (b"t", tenant), (b"s", salt):
-        data = field.encode()
-        digest.update(tag + len(data).to_bytes(8, "little") + data)
-    return digest.digest()
-
-
-_new_block_digest: Final = blake2b(
-    digest_size=HASH_BYTES, person=b"kilburn.block"
-).copy  # in half of the time that a new one takes
-
-
-def block_hash(parent: bytes, tokens: bytes) -> bytes:
-    """Return the hash of a block: `parent` is its predecessor's or the root's, `tokens` are little-endian 32-bit ids."""
-    digest = _new_block_digest()
-    digest.update(b"".join((b"p", parent, _length_tag(len(tokens)), tokens)))
-    return digest.digest()
-
-
-@cache
-def _length_tag(length: int) -> bytes:
-    return b"k" + length.to_bytes(8, "little")
-
-
-def pieces_of(tokens: array[int], first: int, end: int, size: int) -> tuple[bytes, ...]:
-    """Return what blocks first .. end - 1 of `size` tokens each hold, as the index keeps it."""
-    data = tokens[first * size : end * size].tobytes()
-    if end - first == 1:
-        return (data,)
-    return unpack(f"{size * tokens.itemsize}s" * (end - first), data)  # in a third of the time that slices take
-
-
-class Lineage:
-    """The names of one growing sequence's whole blocks in one domain, each hashed once and kept across preemptions."""
-
-    __slots__ = ("names", "root", "tenant")
-
-    def __init__(self, root: bytes, tenant: str) -> None:
-        self.root: Final = root
-        self.tenant: Final = tenant  # for people who look at a block; the root is what separates
-        self.names: Final[list[bytes]] = []
-
-    def parent(self, logical: int) -> bytes:
-        """Return the name that block `logical` hangs on; the blocks before it must have names."""
-        return self.names[logical - 1] if logical else self.root
-
-    def name(self, logical: int, tokens: bytes) -> bytes:
-        """Return the name of whole block `logical`, which holds `tokens`; the blocks before it must have names."""
-        if logical == len(self.names):
-            self.names.append(block_hash(self.parent(logical), tokens))
-        return self.names[logical]
-
-    def names_of(self, first: int, pieces: Sequence[bytes]) -> list[bytes]:
-        """Return the names of the whole blocks from `first` on, which hold `pieces`; the blocks before them must have names."""
-        names, end = self.names, first + len(pieces)
-        if len(names) < end:
-            name = self.parent(len(names))
-            for piece in pieces[len(names) - first :]:
-                name = block_hash(name, piece)
-                names.append(name)
-        return names[first:end]
-
-    def fork(self, whole_blocks: int) -> Lineage:
-        """Return a sequence's of its own that begins with the same so many whole blocks."""
-        forked = Lineage(self.root, self.tenant)
-        forked.names.extend(self.names[:whole_blocks])
-        return forked
-
-
-@dataclass(frozen=True, slots=True)
-class Forest:
-    """The nodes of an index and how they hang together: its own lists, to be read at once."""
-
-    hashes: Sequence[bytes | None]
-    parents: Sequence[bytes | None]
-    tokens: Sequence[bytes | None]
-    tenants: Sequence[str]
-    depths: Sequence[int]
-    hits: Sequence[int]
-    first_child: Sequence[int]
-    next_sibling: Sequence[int]
-    roots: Sequence[int]  # the most recent child of each
-
-    def walk(self, tenant: str, max_depth: int) -> Iterator[int]:
-        """Yield the blocks depth first, a tenant's or (empty) all, down to `max_depth` blocks from the root or (0) to the leaves.
-
-        The domains come in no order that means anything; the children of a node the most recent first.
-        """
-        for root in self.roots:
-            if tenant and self.tenants[root] != tenant:
-                continue
-            ahead = [root]
-            while ahead:
-                block = ahead.pop()
-                if (after := self.next_sibling[block]) != _NONE:
-                    ahead.append(after)
-                yield block
-                if (child := self.first_child[block]) != _NONE and not 0 < max_depth <= self.depths[block] + 1:
-                    ahead.append(child)
-
-
-@dataclass(frozen=True, slots=True)
-class Nodes:
-    """What the index knows of a part of the blocks, copied; None, "" or 0 where one is not in it, but for depths and hits."""
-
-    names: list[bytes | None]
-    parents: list[bytes | None]
-    tokens: list[bytes | None]  # 4 bytes each
-    tenants: list[str]
-    depths: list[int]
-    hits: list[int]
-    serials: list[int]
 
 
 class PrefixIndex:
@@ -199,7 +76,7 @@ class PrefixIndex:
         self.hashes: Final[list[bytes | None]] = [None] * total  # under which a block is known; None: it isn't in the index
         self._tokens: list[bytes | None] = [None] * total
         self._parents: list[bytes | None] = [None] * total  # a hash: of the parent node or of a root
-        self._above = [_NONE] * total  # the parent node's block
+        self._above = [NONE] * total  # the parent node's block
         self._serials = [0] * total  # 0: not in the index
         self._insertions = 0
         self._roots: dict[bytes, int] = {}  # root -> its most recent child
@@ -207,9 +84,9 @@ class PrefixIndex:
         self.hits: Final = [0] * total  # admissions that used a block since it entered
         self.tenants: Final[list[str]] = [""] * total
         # Children hang in a list, the most recent first, threaded through these.
-        self._first_child = [_NONE] * total
-        self._next_sibling = [_NONE] * total
-        self._previous_sibling = [_NONE] * total
+        self._first_child = [NONE] * total
+        self._next_sibling = [NONE] * total
+        self._previous_sibling = [NONE] * total
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -288,8 +165,8 @@ class PrefixIndex:
         """
         size = self._block_size
         blocks = self._chain(lineage, tokens, max(0, limit // size))
-        above = blocks[-1] if blocks else _NONE
-        tail, tail_tokens = _NONE, 0
+        above = blocks[-1] if blocks else NONE
+        tail, tail_tokens = NONE, 0
         if len(tokens) >= size:
             start = len(blocks) * size
             tail, tail_tokens = self._best_child(above, lineage.root, tokens[start : min(limit, start + size)].tobytes())
@@ -316,10 +193,10 @@ class PrefixIndex:
         data = tokens[: len(blocks) * size].tobytes()
         held = b"".join([known_tokens[block] or b"" for block in blocks])
         above = [known_above[block] for block in blocks]
-        if held == data and above == [_NONE, *blocks[:-1]] and self._parents[blocks[0]] == lineage.root:
+        if held == data and above == [NONE, *blocks[:-1]] and self._parents[blocks[0]] == lineage.root:
             return blocks
         for logical, (block, piece) in enumerate(zip(blocks, pieces_of(tokens, 0, len(blocks), size), strict=True)):
-            if not self._holds(block, piece, blocks[logical - 1] if logical else _NONE, lineage.root):
+            if not self._holds(block, piece, blocks[logical - 1] if logical else NONE, lineage.root):
                 return blocks[:logical]
         return blocks
 
@@ -357,7 +234,7 @@ class PrefixIndex:
         depths, tenants = self.depths, self.tenants
         serial = self._insertions = self._insertions + 1  # of all of them: none is here twice
         lost, childless = False, False  # childless: the block before this one is a new node
-        over, parent, depth = _NONE, root, 0
+        over, parent, depth = NONE, root, 0
         if above is not None:
             over, lost = above.block, serials[above.block] != above.serial
             parent, depth = hashes[over] or root, depths[over] + 1
@@ -397,11 +274,11 @@ class PrefixIndex:
     def standing_on(self, block: int) -> list[int]:
         """Return an indexed block and all that stands on it, the deepest first, `block` last."""
         doomed = [block]
-        if self._first_child[block] == _NONE:
+        if self._first_child[block] == NONE:
             return doomed
         for known in doomed:
             child = self._first_child[known]
-            while child != _NONE:
+            while child != NONE:
                 doomed.append(child)
                 child = self._next_sibling[child]
         doomed.reverse()
@@ -419,13 +296,13 @@ class PrefixIndex:
         hashes, known_tokens, parents, known_above = self.hashes, self._tokens, self._parents, self._above
         first_child, next_sibling, previous_sibling = self._first_child, self._next_sibling, self._previous_sibling
         for number, block in enumerate(blocks):
-            if first_child[block] != _NONE:
+            if first_child[block] != NONE:
                 return number
             above = known_above[block]
-            if above == _NONE or next_sibling[block] != _NONE or previous_sibling[block] != _NONE:
+            if above == NONE or next_sibling[block] != NONE or previous_sibling[block] != NONE:
                 self._forget(block)
                 continue
-            first_child[above] = known_above[block] = _NONE
+            first_child[above] = known_above[block] = NONE
             del self._block_of[hashes[block] or b""]
             hashes[block] = known_tokens[block] = parents[block] = None
             self._serials[block] = self.hits[block] = 0
@@ -435,8 +312,8 @@ class PrefixIndex:
         """Forget everything."""
         for block in self._block_of.values():
             self.hashes[block] = self._tokens[block] = self._parents[block] = None
-            self._above[block] = self._first_child[block] = _NONE
-            self._next_sibling[block] = self._previous_sibling[block] = _NONE
+            self._above[block] = self._first_child[block] = NONE
+            self._next_sibling[block] = self._previous_sibling[block] = NONE
             self._serials[block] = self.hits[block] = 0
         self._block_of.clear()
         self._roots.clear()
@@ -445,55 +322,55 @@ class PrefixIndex:
         """Whether an indexed block has these tokens and hangs where it should: on the node `above`, or on `root`."""
         if self._tokens[block] != tokens or self._above[block] != above:
             return False
-        return above != _NONE or self._parents[block] == root
+        return above != NONE or self._parents[block] == root
 
     def _forget(self, block: int) -> None:
         name, parent, above = self.hashes[block], self._parents[block], self._above[block]
         assert name is not None
         assert parent is not None
         before, after = self._previous_sibling[block], self._next_sibling[block]
-        if before != _NONE:
+        if before != NONE:
             self._next_sibling[before] = after
-        elif above != _NONE:
+        elif above != NONE:
             self._first_child[above] = after
-        elif after != _NONE:
+        elif after != NONE:
             self._roots[parent] = after
         else:
             del self._roots[parent]
-        if after != _NONE:
+        if after != NONE:
             self._previous_sibling[after] = before
-        self._next_sibling[block] = self._previous_sibling[block] = self._above[block] = _NONE
+        self._next_sibling[block] = self._previous_sibling[block] = self._above[block] = NONE
         del self._block_of[name]
         self.hashes[block] = self._tokens[block] = self._parents[block] = None
         self._serials[block] = self.hits[block] = 0
 
     def _hang(self, block: int, above: int, root: bytes) -> None:
         first = self._first(above, root)
-        if above == _NONE:
+        if above == NONE:
             self._roots[root] = block
         else:
             self._first_child[above] = block
         self._next_sibling[block] = first
-        if first != _NONE:
+        if first != NONE:
             self._previous_sibling[first] = block
 
     def _first(self, above: int, root: bytes) -> int:
         """Return the most recent child of a node, or of a root where `above` is none."""
-        return self._roots.get(root, _NONE) if above == _NONE else self._first_child[above]
+        return self._roots.get(root, NONE) if above == NONE else self._first_child[above]
 
     def _children(self, above: int, root: bytes) -> Iterator[int]:
         child = self._first(above, root)
-        while child != _NONE:
+        while child != NONE:
             yield child
             child = self._next_sibling[child]
 
     def _best_child(self, above: int, root: bytes, wanted: bytes) -> tuple[int, int]:
         """Return the child that shares the most leading tokens with `wanted`, and how many; (-1, 0) where none does."""
-        best, shared = _NONE, 0  # bytes, of whole tokens
+        best, shared = NONE, 0  # bytes, of whole tokens
         child, known_tokens, next_sibling = self._first(above, root), self._tokens, self._next_sibling
         better = wanted[:_TOKEN_BYTES]  # what a child begins with that shares more than the best
         for _ in range(MAX_CHILDREN_COMPARED):
-            if child == _NONE or shared == len(wanted):
+            if child == NONE or shared == len(wanted):
                 break
             known = known_tokens[child] or b""
             if known.startswith(better):
@@ -509,9 +386,9 @@ class PrefixIndex:
             AssertionError: one does not hold.
         """
         hung = 0
-        parents = [(_NONE, root) for root in self._roots] + [(block, name) for name, block in self._block_of.items()]
+        parents = [(NONE, root) for root in self._roots] + [(block, name) for name, block in self._block_of.items()]
         for above, parent in parents:
-            before = _NONE
+            before = NONE
             for child in self._children(above, parent):
                 assert self._above[child] == above, f"block {child} hangs on a parent that is not its own"
                 assert self._parents[child] == parent, f"block {child} has another parent's hash"
@@ -529,10 +406,10 @@ class PrefixIndex:
             assert block_hash(hangs_on, tokens) == name, f"block {block} has the wrong hash"
             assert 0 < len(tokens) // 4 <= self._block_size
             if len(tokens) // 4 < self._block_size:
-                assert self._first_child[block] == _NONE, f"block {block} is a tail and has children"
+                assert self._first_child[block] == NONE, f"block {block} is a tail and has children"
             above = self._above[block]
-            expected = 0 if above == _NONE else self.depths[above] + 1
-            assert (above == _NONE) == (hangs_on in self._roots), f"the parent of block {block} is not known"
+            expected = 0 if above == NONE else self.depths[above] + 1
+            assert (above == NONE) == (hangs_on in self._roots), f"the parent of block {block} is not known"
             assert self.depths[block] == expected, f"block {block} has the wrong depth"
             assert 0 < self._serials[block] <= self._insertions
         return 3 * hung + known + 8 * len(self._block_of)

@@ -23,8 +23,9 @@ from typing import Final
 
 from memmgr.core import events
 from memmgr.core.events import Record
-from memmgr.core.memory import Memory, MemoryCounters, StepMemory, Table
-from memmgr.core.prefix import Lineage
+from memmgr.core.lineage import Lineage
+from memmgr.core.memory import Memory
+from memmgr.core.table import MemoryCounters, StepMemory, Table
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ from zlib import crc32
 
 from memmgr.core.blocks import BlockPool
 from memmgr.core.events import Record
-from memmgr.core.memory import Admission, Growth, MemoryCounters, StepMemory, Table
+from memmgr.core.lineage import Lineage
 from memmgr.core.pins import Pin, Pins
-from memmgr.core.prefix import Lineage, PrefixIndex
+from memmgr.core.prefix import PrefixIndex
 from memmgr.core.swap import SwapIn, SwapOut, SwappingMemory
+from memmgr.core.table import Admission, Growth, MemoryCounters, StepMemory, Table
 from memmgr.journal.recording import Journal
 
 

@@ -15,7 +15,7 @@ from google.protobuf.proto import parse_length_prefixed
 
 from kilburn.limits import MAX_NAME_CHARACTERS
 from kilburn.v1.journal_pb2 import JournalEntry
-from memmgr.core.prefix import HASH_BYTES, Lineage
+from memmgr.core.lineage import HASH_BYTES, Lineage
 from memmgr.journal.files import JournalError
 
 

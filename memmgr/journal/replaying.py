@@ -21,9 +21,9 @@ from typing import Final
 
 from kilburn.limits import MAX_BLOCK_SIZE, MAX_PINS
 from kilburn.v1.journal_pb2 import JournalEntry
-from memmgr.core.memory import Admission, MemoryCounters, Table
 from memmgr.core.prefix import Match
 from memmgr.core.swap import SwapIn, SwappedTable, SwappingMemory
+from memmgr.core.table import Admission, MemoryCounters, Table
 from memmgr.journal.files import Frames, JournalError
 from memmgr.journal.journaled import blocks_check, step_check
 from memmgr.journal.reading import Outcomes, Part, RefusedError, entries, lineage_of, tokens_from

@@ -9,9 +9,10 @@ from array import array
 from collections.abc import Hashable, Iterable
 from typing import Final
 
-from memmgr.core.memory import Admission, Memory
-from memmgr.core.prefix import Lineage
+from memmgr.core.lineage import Lineage
+from memmgr.core.memory import Memory
 from memmgr.core.swap import SwapIn, SwappingMemory
+from memmgr.core.table import Admission
 from memmgr.schedule.requests import Request, Sequence
 from memmgr.schedule.sizes import blocks_after, blocks_owed, branch_blocks
 

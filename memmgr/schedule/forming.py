@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from typing import Final
 
-from memmgr.core.prefix import Lineage
+from memmgr.core.lineage import Lineage
 from memmgr.schedule.requests import Request, Sequence
 
 

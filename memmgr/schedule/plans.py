@@ -11,7 +11,7 @@ from array import array
 from dataclasses import dataclass
 from enum import IntEnum
 
-from memmgr.core.memory import StepMemory
+from memmgr.core.table import StepMemory
 from memmgr.schedule.beams import Choice
 
 #: Names a request for good: its gateway's incarnation, and the gateway's handle.

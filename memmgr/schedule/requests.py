@@ -29,8 +29,8 @@ from array import array
 from enum import IntEnum
 from typing import Final
 
-from memmgr.core.memory import Table
-from memmgr.core.prefix import Lineage
+from memmgr.core.lineage import Lineage
+from memmgr.core.table import Table
 from memmgr.schedule.beams import BeamSearch, Choice
 from memmgr.schedule.plans import RequestKey, Submission
 

@@ -20,8 +20,8 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import Final
 
+from memmgr.core.lineage import Lineage
 from memmgr.core.memory import Memory
-from memmgr.core.prefix import Lineage
 from memmgr.core.quotas import Quota
 from memmgr.core.swap import SwappingMemory
 from memmgr.schedule.admission import blocks_beside, is_over_limit, is_small, margin, plan_admission, plan_swap_in

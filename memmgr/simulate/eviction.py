@@ -19,7 +19,8 @@ from math import inf, log2
 from typing import ClassVar, Final
 
 from memmgr.core.blocks import BlockState
-from memmgr.core.memory import Memory, MemoryCounters
+from memmgr.core.memory import Memory
+from memmgr.core.table import MemoryCounters
 from memmgr.simulate.prefixes import Hits, Prompt
 
 #: The mean time until a block is used again is over about so many uses: longer than bursts, shorter than a day.

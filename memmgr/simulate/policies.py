@@ -16,8 +16,10 @@ from collections.abc import Callable, Hashable
 from enum import StrEnum
 from typing import Final
 
-from memmgr.core.memory import Admission, Memory, MemoryCounters, Table
-from memmgr.core.prefix import Lineage, Match
+from memmgr.core.lineage import Lineage
+from memmgr.core.memory import Memory
+from memmgr.core.prefix import Match
+from memmgr.core.table import Admission, MemoryCounters, Table
 from memmgr.simulate.buddy import BuddyAllocator, rounded
 
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Final
 
-from memmgr.core.memory import Admission, Memory, MemoryCounters
-from memmgr.core.prefix import Lineage, root_hash
+from memmgr.core.lineage import Lineage, root_hash
+from memmgr.core.memory import Memory
+from memmgr.core.table import Admission, MemoryCounters
 from memmgr.simulate.saturated import Report, Slots
 from memmgr.simulate.traces import MOONCAKE_BLOCK, TraceRequest
 

@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from memmgr.core.memory import MemoryCounters, Table
-from memmgr.core.prefix import root_hash
+from memmgr.core.lineage import root_hash
+from memmgr.core.table import MemoryCounters, Table
 from memmgr.schedule.plans import EndCode, Limits, Plan, RequestEnd, Sampled, Submission
 from memmgr.schedule.requests import Sequence
 from memmgr.schedule.scheduler import ScheduleCounters, Scheduler

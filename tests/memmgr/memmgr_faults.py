@@ -14,6 +14,8 @@ ROOT: Final = Path(__file__).parents[2]
 
 _BLOCKS: Final = "memmgr/core/blocks.py"
 _PREFIX: Final = "memmgr/core/prefix.py"
+_EVICTED: Final = "memmgr/core/evicted.py"
+_LINEAGE: Final = "memmgr/core/lineage.py"
 _MEMORY: Final = "memmgr/core/memory.py"
 _SWAP: Final = "memmgr/core/swap.py"
 _QUOTAS: Final = "memmgr/core/quotas.py"
@@ -84,10 +86,49 @@ FAULTS: Final = (
     Fault(
         "a hit takes no reference to its last block",
         _MEMORY,
-        "self._share_all(match.blocks, owner)",
-        "self._share_all(match.blocks[:-1], owner)",
+        "self._share_all(blocks, owner, favour=True)",
+        "self._share_all(blocks[:-1], owner, favour=True)",
     ),
-    Fault("a block is never shared again after two", _BLOCKS, "self.shared += count == 1", "self.shared += count >= 1"),
+    Fault(
+        "a block is never shared again after two",
+        _BLOCKS,
+        "            if count:\n                self.shared += count == 1",
+        "            if count:\n                self.shared += count >= 1",
+    ),
+    Fault(
+        "one more holder is not counted",
+        _BLOCKS,
+        "        self.references[block] = count + 1\n        if count:\n            self.shared += count == 1",
+        "        self.references[block] = count or 1\n        if count:\n            self.shared += count == 1",
+    ),
+    Fault(
+        "a table that is shared by many falls free with the first",
+        _BLOCKS,
+        "                    if references[block] != 1:\n                        others.append(block)\n                        continue\n"
+        "                    references[block] = 0\n                    if of_use[block] is None:\n                        useless.append(block)\n"
+        "                    elif",
+        "                    references[block] = 0\n                    if of_use[block] is None:\n                        useless.append(block)\n"
+        "                    elif",
+    ),
+    Fault(
+        "a revived table stays in the order of eviction",
+        _BLOCKS,
+        "                references[block] = 1\n                run_of[block] = None\n",
+        "                references[block] = 1\n",
+    ),
+    Fault(
+        "a revived block stays in the order of eviction",
+        _BLOCKS,
+        "            self._run_of[block] = None\n            self._let_go(run, 1)\n        self.cached -= 1",
+        "            self._let_go(run, 1)\n        self.cached -= 1",
+    ),
+    Fault("a whole table is revived and counted as cached", _BLOCKS, "            self.cached -= len(runs)\n", ""),
+    Fault(
+        "what fell free is not given out again",
+        _BLOCKS,
+        "        self._free += blocks\n\n    def release_all",
+        "\n    def release_all",
+    ),
     Fault(
         "generations stand still",
         _BLOCKS,
@@ -106,7 +147,7 @@ FAULTS: Final = (
     Fault("a block at its edge is cloned", _MEMORY, "clone = bool(table.planned % size) and", "clone = bool(blocks) and"),
     Fault("every write clones", _MEMORY, "- len(self._held.get(block, ())) > 1", "- len(self._held.get(block, ())) > 0"),
     Fault("a held source counts as shared", _MEMORY, " - len(self._held.get(block, ())) > 1", " > 1"),
-    Fault("a copy for a sequence that is gone is made", _MEMORY, "self._copies.pop(block, None)", "pass"),
+    Fault("a copy for a sequence that is gone is made", _MEMORY, "self._copies.pop(block, None)  # as", "pass  # as"),
     Fault("a tail that another holds is indexed", _MEMORY, " and self._is_settled(table.blocks[full])", ""),
     Fault("a tail whose copy has not left is indexed", _MEMORY, " and block not in self._copies", ""),
     Fault("a fork in the middle of a step", _MEMORY, 'assert not self._planning, "a fork in the middle of a step"', "pass"),
@@ -124,15 +165,16 @@ FAULTS: Final = (
         "return tokens // self.block_size + 1",
     ),
     Fault("a clone costs no room", _MEMORY, "needed = new_blocks + clone", "needed = new_blocks"),
-    Fault("a revived block costs no room", _MEMORY, "self.pool.available - revived - reserve", "self.pool.available - reserve"),
+    Fault("a revived block costs no room", _MEMORY, "            room -= self.pool.evictable_among(match.blocks)\n", ""),
+    Fault("there is room for all but a tail's source", _MEMORY, "if whole >= room or allowance", "if whole > room or allowance"),
     Fault(
         "the token after the prompt has no room",
         _MEMORY,
-        "        needed = self.blocks_for(len(tokens) + 1) -",
-        "        needed = self.blocks_for(len(tokens)) -",
+        "        whole = self.blocks_for(len(tokens) + 1)\n",
+        "        whole = self.blocks_for(len(tokens))\n",
     ),
     Fault("a tail's source costs no room", _MEMORY, "needed + self.pool.evictable(match.tail) > room", "needed > room"),
-    Fault("the reserve is not left", _MEMORY, "- revived - reserve", "- revived"),
+    Fault("the reserve is not left", _MEMORY, "room = self.pool.available - reserve\n", "room = self.pool.available\n"),
     Fault("pinned blocks count as room", _BLOCKS, "- self.live - self.pinned_cached", "- self.live"),
     # -------------------------------------------------------------------------------------------------------- eviction
     Fault(
@@ -144,8 +186,8 @@ FAULTS: Final = (
     Fault(
         "a pinned block is evicted: cached while pinned",
         _BLOCKS,
-        "            self.pinned_cached += 1\n        else:\n            self._enter(block, now)\n",
-        "            self.pinned_cached += 1\n        self._enter(block, now)\n",
+        "            self._stamps[block] = now\n        else:\n            self._enter(block, now)\n",
+        "            self._stamps[block] = now\n        self._enter(block, now)\n",
     ),
     Fault("a pinned block is evicted with what it stands on", _MEMORY, "self.pins.cut(block)", "pass"),
     Fault("the newest goes first", _BLOCKS, "next(iter(runs))", "next(reversed(runs))"),
@@ -155,10 +197,20 @@ FAULTS: Final = (
     Fault(
         "a block is evicted while one is free",
         _MEMORY,
-        "blocks = pool.take_some(min(count, pool.free))",
-        "blocks = pool.take_some(min(count, max(0, pool.free - (pool.cached > pool.pinned_cached))))",
+        "pool.take_some(min(count, pool.free))",
+        "pool.take_some(min(count, max(0, pool.free - (pool.cached > pool.pinned_cached))))",
     ),
     Fault("what stands on an evicted block stays", _PREFIX, "doomed = self.standing_on(block)", "doomed = [block]"),
+    Fault("what was used twice is not kept apart", _BLOCKS, "if favoured[blocks[-1]]:", "if False:"),
+    Fault("what was used twice is kept for ever", _BLOCKS, "while proven.held > self._most_proven:", "while False:"),
+    Fault(
+        "what was moved on counts as favoured",
+        _BLOCKS,
+        "                    self._favoured[block] = 0\n",
+        "                    pass\n",
+    ),
+    Fault("what comes back is not known again", _MEMORY, "            back.append(block)\n", ""),
+    Fault("names are remembered for ever", _EVICTED, "if len(self._younger) >= self._half:", "if False:"),
     Fault("what fell free is not told", _MEMORY, "        self._freed.append(block)\n", ""),
     Fault(
         "a block that was used again stays in the order of eviction",
@@ -186,20 +238,20 @@ FAULTS: Final = (
         "full = computed // self.block_size",
         "full = (computed + 1) // self.block_size",
     ),
-    Fault("the parent is left out of a hash", _PREFIX, 'data = b"p" + parent + _length_tag', 'data = b"p" + _length_tag'),
-    Fault("the tokens are left out of a hash", _PREFIX, "_length_tag(len(tokens)) + tokens", "_length_tag(len(tokens))"),
-    Fault("the salt is ignored", _PREFIX, ', (b"s", salt):', ":"),
-    Fault("the tenant is ignored", _PREFIX, '(b"m", model), (b"t", tenant),', '(b"m", model),'),
-    Fault("the model is ignored", _PREFIX, '(b"m", model), (b"t", tenant),', '(b"t", tenant),'),
+    Fault("the parent is left out of a hash", _LINEAGE, '(b"p", parent, _length', '(b"p", _length'),
+    Fault("the tokens are left out of a hash", _LINEAGE, "_length_tag(len(tokens)), tokens)", "_length_tag(len(tokens)))"),
+    Fault("the salt is ignored", _LINEAGE, ', (b"s", salt):', ":"),
+    Fault("the tenant is ignored", _LINEAGE, '(b"m", model), (b"t", tenant),', '(b"m", model),'),
+    Fault("the model is ignored", _LINEAGE, '(b"m", model), (b"t", tenant),', '(b"t", tenant),'),
     Fault(
         "lengths are left out of a root",
-        _PREFIX,
+        _LINEAGE,
         'digest.update(tag + len(data).to_bytes(8, "little") + data)',
         "digest.update(tag + data)",
     ),
     Fault("the tokens of a hit are not compared", _PREFIX, "if self._tokens[block] != tokens or", "if"),
     Fault("the parent of a hit is not compared", _PREFIX, " or self._above[block] != above:", ":"),
-    Fault("the domain of a hit is not compared", _PREFIX, "return above != _NONE or self._parents[block] == root", "return True"),
+    Fault("the domain of a hit is not compared", _PREFIX, "return above != NONE or self._parents[block] == root", "return True"),
     Fault(
         "a node that is gone passes for its successor",
         _PREFIX,
@@ -216,10 +268,10 @@ FAULTS: Final = (
     Fault(
         "one token too many of a child is used",
         _PREFIX,
-        "best, shared = child, _common(known, data) // width",
-        "best, shared = child, min(len(wanted), _common(known, data) // width + 1)",
+        "best, shared = child, _common(known, wanted)",
+        "best, shared = child, min(len(wanted), _common(known, wanted) + _TOKEN_BYTES)",
     ),
-    Fault("a child's tokens are not compared", _PREFIX, "_common(known, data) // width", "min(len(known), len(data)) // width"),
+    Fault("a child's tokens are not compared", _PREFIX, "_common(known, wanted)", "min(len(known), len(wanted))"),
     Fault("siblings are torn", _PREFIX, "            self._previous_sibling[after] = before\n", "            pass\n"),
     Fault(
         "what may be no numbers is found: its first block",

@@ -14,9 +14,11 @@ from google.protobuf.proto import serialize_length_prefixed
 
 from kilburn.v1.journal_pb2 import JournalEntry
 from memmgr.core.blocks import BlockPool
-from memmgr.core.memory import Memory, MemoryCounters, Table
-from memmgr.core.prefix import Lineage, PrefixIndex, root_hash
+from memmgr.core.lineage import Lineage, root_hash
+from memmgr.core.memory import Memory
+from memmgr.core.prefix import PrefixIndex
 from memmgr.core.swap import SwappingMemory
+from memmgr.core.table import MemoryCounters, Table
 from memmgr.journal.files import Frames, JournalFile
 from memmgr.journal.journaled import JournaledMemory, memory_of
 from memmgr.journal.reading import entries

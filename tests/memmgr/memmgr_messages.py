@@ -4,7 +4,7 @@ from typing import Any
 
 from kilburn.limits import PROTOCOL
 from kilburn.v1 import engine_pb2 as engine
-from memmgr.core.memory import MemoryCounters
+from memmgr.core.table import MemoryCounters
 from memmgr.schedule.plans import Limits
 from memmgr.schedule.scheduler import ScheduleCounters
 from memmgr.session import Session, StepTotals, Totals

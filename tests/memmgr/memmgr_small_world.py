@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from memmgr.core.blocks import BlockPool, BlockState
-from memmgr.core.memory import MemoryCounters, Table
+from memmgr.core.lineage import Lineage, root_hash
 from memmgr.core.pins import Pin, Pins
-from memmgr.core.prefix import Lineage, Node, PrefixIndex, root_hash
+from memmgr.core.prefix import Node, PrefixIndex
 from memmgr.core.swap import HostBlocks, SwappedTable, SwappingMemory
+from memmgr.core.table import MemoryCounters, Table
 
 BLOCKS: Final = 4
 BLOCK_SIZE: Final = 2

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from memmgr.core.events import Record
-from memmgr.core.memory import MemoryCounters
-from memmgr.core.prefix import root_hash
+from memmgr.core.lineage import root_hash
 from memmgr.core.swap import SwappingMemory
+from memmgr.core.table import MemoryCounters
 from memmgr.schedule.beams import Choice
 from memmgr.schedule.plans import (
     EndCode,

@@ -21,7 +21,7 @@ from kilburn.v1 import admin_pb2_grpc
 from kilburn.v1 import engine_pb2 as engine
 from memmgr.admin import AdminServer
 from memmgr.core.events import RELEASED
-from memmgr.core.prefix import Lineage, root_hash
+from memmgr.core.lineage import Lineage, root_hash
 from memmgr.dumps import Dump
 from memmgr.schedule.scheduler import Scheduler
 from memmgr.views import block_pages, snapshot_blocks

@@ -4,10 +4,12 @@ from array import array
 
 import pytest
 
+from memmgr.core import lineage as lineage_module
 from memmgr.core import memory as memory_module
 from memmgr.core import prefix as prefix_module
-from memmgr.core.memory import Memory, MemoryCounters, Table
-from memmgr.core.prefix import HASH_BYTES, Lineage, root_hash
+from memmgr.core.lineage import HASH_BYTES, Lineage, root_hash
+from memmgr.core.memory import Memory
+from memmgr.core.table import MemoryCounters, Table
 
 ROOT = root_hash("model", "tenant", "")
 
@@ -17,8 +19,8 @@ def _one_hash_for_each_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     def weak_hash(parent: bytes, _: bytes) -> bytes:
         return bytes([(parent[0] + 1) % 256]) * HASH_BYTES
 
-    monkeypatch.setattr(prefix_module, "block_hash", weak_hash)
-    monkeypatch.setattr(memory_module, "block_hash", weak_hash)
+    for module in lineage_module, prefix_module, memory_module:
+        monkeypatch.setattr(module, "block_hash", weak_hash)
 
 
 def admit(memory: Memory, key: str, *tokens: int, root: bytes = ROOT) -> Table:

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from kilburn.v1 import admin_pb2 as admin
 from memmgr.core import events
 from memmgr.core.events import Record
-from memmgr.core.memory import Memory, MemoryCounters
-from memmgr.core.prefix import Lineage, root_hash
+from memmgr.core.lineage import Lineage, root_hash
+from memmgr.core.memory import Memory
+from memmgr.core.table import MemoryCounters
 from memmgr.dumps import Dump
 from memmgr.engine import Engine
 from memmgr.events import EventLog, history, read_page

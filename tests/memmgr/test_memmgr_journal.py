@@ -17,11 +17,13 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kilburn.v1.journal_pb2 import JournalEntry
 from memmgr.core.blocks import BlockPool
-from memmgr.core.memory import Memory, MemoryCounters
+from memmgr.core.lineage import Lineage, root_hash
+from memmgr.core.memory import Memory
 from memmgr.core.pins import Pins
-from memmgr.core.prefix import Lineage, PrefixIndex, root_hash
+from memmgr.core.prefix import PrefixIndex
 from memmgr.core.quotas import Quotas
 from memmgr.core.swap import HostBlocks, SwappingMemory
+from memmgr.core.table import MemoryCounters
 from memmgr.journal import recording
 from memmgr.journal.journaled import JournaledMemory, JournaledPins, memory_of
 from memmgr.schedule.plans import EndCode, Limits

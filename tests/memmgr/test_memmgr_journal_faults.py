@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from kilburn.errors import StartError
 from kilburn.v1.journal_pb2 import JournalEntry
 from memmgr.core.blocks import BlockPool
-from memmgr.core.memory import MemoryCounters
-from memmgr.core.prefix import HASH_BYTES, Lineage
+from memmgr.core.lineage import HASH_BYTES, Lineage
 from memmgr.core.swap import SwappingMemory
+from memmgr.core.table import MemoryCounters
 from memmgr.journal import files
 from memmgr.journal.files import FIRST_LINE, MAX_FRAME_BYTES, Frames, JournalError, JournalFile
 from memmgr.journal.journaled import memory_of

@@ -7,8 +7,10 @@ from array import array
 import pytest
 
 from memmgr.core.blocks import BlockState
-from memmgr.core.memory import Memory, MemoryCounters, Table
-from memmgr.core.prefix import Lineage, Match, root_hash
+from memmgr.core.lineage import Lineage, root_hash
+from memmgr.core.memory import Memory
+from memmgr.core.prefix import Match
+from memmgr.core.table import MemoryCounters, Table
 
 ROOT = root_hash("model", "tenant", "")
 

@@ -20,10 +20,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from memmgr.core.blocks import BlockPool, BlockState
-from memmgr.core.memory import MemoryCounters
-from memmgr.core.prefix import Lineage, block_hash, root_hash
+from memmgr.core.lineage import Lineage, block_hash, root_hash
 from memmgr.core.quotas import Quota
 from memmgr.core.swap import SwappingMemory
+from memmgr.core.table import MemoryCounters
 
 EXAMPLES = int(os.environ.get("KILBURN_EXAMPLES", "500"))
 TENANTS = ["tenant", "other"]

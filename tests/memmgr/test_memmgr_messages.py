@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kilburn.limits import MAX_BLOCK_SIZE, MAX_NAME_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, PROTOCOL
 from kilburn.v1 import engine_pb2 as engine
 from kilburn.v1 import inference_pb2 as inference
-from memmgr.core.memory import StepMemory
+from memmgr.core.table import StepMemory
 from memmgr.messages import MAX_BLOCKS, MessageError, check_hello, read_result, read_submit, step_plan, token_batches
 from memmgr.schedule.beams import Choice
 from memmgr.schedule.plans import (

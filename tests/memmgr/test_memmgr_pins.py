@@ -6,8 +6,9 @@ from array import array
 
 import pytest
 
-from memmgr.core.memory import Admission, Memory, MemoryCounters
-from memmgr.core.prefix import Lineage, root_hash
+from memmgr.core.lineage import Lineage, root_hash
+from memmgr.core.memory import Memory
+from memmgr.core.table import Admission, MemoryCounters
 from memmgr.session import PinRefusedError
 from tests.memmgr.memmgr_messages import session
 

@@ -9,16 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memmgr.core.prefix import (
-    HASH_BYTES,
-    MAX_CHILDREN_COMPARED,
-    Lineage,
-    Match,
-    Node,
-    PrefixIndex,
-    block_hash,
-    root_hash,
-)
+from memmgr.core.lineage import HASH_BYTES, Lineage, block_hash, root_hash
+from memmgr.core.prefix import MAX_CHILDREN_COMPARED, Match, Node, PrefixIndex
 
 ROOT = root_hash("model", "tenant", "salt")
 

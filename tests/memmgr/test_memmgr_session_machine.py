@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kilburn.v1 import engine_pb2 as engine
 from kilburn.wire.envelope import Conversation, Verdict, body_of, parse
 from memmgr.core.blocks import BlockState
-from memmgr.core.prefix import root_hash
+from memmgr.core.lineage import root_hash
 from memmgr.core.swap import SwappingMemory
 from memmgr.messages import MessageError, read_submit
 from memmgr.schedule.plans import EndCode, FinishReason, Limits, NewToken, RequestEnd, SequenceEnd, Submission

@@ -14,7 +14,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from memmgr.core.memory import Memory, MemoryCounters
+from memmgr.core.memory import Memory
+from memmgr.core.table import MemoryCounters
 from memmgr.simulate import saturated
 from memmgr.simulate.eviction import RecencyMemory, unbounded
 from memmgr.simulate.policies import Policy, reservation

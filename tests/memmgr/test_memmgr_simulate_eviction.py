@@ -10,7 +10,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from memmgr.core.memory import Memory, StepMemory
+from memmgr.core.memory import Memory
+from memmgr.core.table import StepMemory
 from memmgr.simulate import saturated
 from memmgr.simulate.eviction import BriefFrequencyMemory, FrequencyMemory, RecencyMemory, bound, unbounded
 from memmgr.simulate.policies import CountingMemory, Policy

@@ -13,9 +13,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from memmgr.core import lineage as lineage_module
 from memmgr.core import memory as memory_module
 from memmgr.core import prefix as prefix_module
-from memmgr.core.prefix import HASH_BYTES, block_hash
+from memmgr.core.lineage import HASH_BYTES, block_hash
 from memmgr.schedule.plans import EndCode, FinishReason, RequestKey
 from tests.memmgr.memmgr_world import World
 
@@ -216,6 +217,6 @@ def test_also_where_hashes_collide(world: World, wishes: list[Wish], turns: list
         return bytes([block_hash(parent, tokens)[0] % 4]) * HASH_BYTES
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_module, "block_hash", weak_hash)
-        patch.setattr(memory_module, "block_hash", weak_hash)
+        for module in lineage_module, prefix_module, memory_module:
+            patch.setattr(module, "block_hash", weak_hash)
         play(world, wishes, turns)

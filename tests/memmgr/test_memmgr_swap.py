@@ -6,9 +6,9 @@ from array import array
 
 import pytest
 
-from memmgr.core.memory import MemoryCounters
-from memmgr.core.prefix import Lineage, root_hash
+from memmgr.core.lineage import Lineage, root_hash
 from memmgr.core.swap import SwappingMemory
+from memmgr.core.table import MemoryCounters
 from memmgr.schedule.plans import EndCode
 from memmgr.schedule.requests import State
 from tests.memmgr.memmgr_world import World

@@ -24,9 +24,9 @@ from rich.progress import Progress
 
 from kilburn.v1 import admin_pb2 as admin
 from memmgr.core.events import Record
-from memmgr.core.memory import MemoryCounters
-from memmgr.core.prefix import root_hash
+from memmgr.core.lineage import root_hash
 from memmgr.core.swap import SwappingMemory
+from memmgr.core.table import MemoryCounters
 from memmgr.dumps import Dump
 from memmgr.engine import Engine
 from memmgr.events import EventLog, read_page
