@@ -1,8 +1,8 @@
 """The prefix index: which known content which block holds.
 
-Content is named by a chain of hashes (see `lineage`). Hashes find, comparison decides: a hit has the tokens asked for and hangs on
-the node before it, and who inserts names the node that it goes on from, not a hash. So a collision costs a miss, never a wrong
-token.
+Content is named by a chain of hashes (see `lineage`). Hashes find, comparison decides: a hit has the tokens asked for and hangs
+on the node before it, and who inserts names the node that it goes on from, not a hash. So a collision costs a miss, never a
+wrong token.
 
 The index is a forest of nodes, each node one block. A node with fewer tokens than a block is the tail of a sequence that ended
 there: it is found as the source of a clone, has no children, and is never referenced itself. A node's parent is always in the

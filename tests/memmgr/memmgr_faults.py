@@ -104,11 +104,10 @@ FAULTS: Final = (
     Fault(
         "a table that is shared by many falls free with the first",
         _BLOCKS,
-        "                    if references[block] != 1:\n                        others.append(block)\n                        continue\n"
-        "                    references[block] = 0\n                    if of_use[block] is None:\n                        useless.append(block)\n"
-        "                    elif",
-        "                    references[block] = 0\n                    if of_use[block] is None:\n                        useless.append(block)\n"
-        "                    elif",
+        "                run = self._proven.run_at(now)\n                for block in blocks:\n"
+        "                    if references[block] != 1:\n",
+        "                run = self._proven.run_at(now)\n                for block in blocks:\n"
+        "                    if references[block] < 1:\n",
     ),
     Fault(
         "a revived table stays in the order of eviction",

@@ -7,7 +7,7 @@ import re
 import resource
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from struct import pack
@@ -112,13 +112,13 @@ def test_a_core_that_forgets_a_reference_is_found_at_the_operation(
     """The bug is in the replaying core here; a recording one is below."""
     kinds = [kind for entry in parsed(path) for kind in [entry.WhichOneof("kind")] * max(1, len(entry.grow.sequences))]
     operations = [kind for kind in kinds if kind not in {"run", "pool", "clock", "end"}]
-    drop = BlockPool.drop
+    drop_all = BlockPool.drop_all
 
-    def forgets(pool: BlockPool, block: int) -> bool:
-        return False if pool.references[block] == 1 else drop(pool, block)
+    def forgets(pool: BlockPool, blocks: list[int], of_use: Sequence[object | None], now: float) -> list[int]:
+        return drop_all(pool, blocks[1:], of_use, now)
 
-    monkeypatch.setattr(BlockPool, "drop", forgets)
-    first = 1 + next(number for number, kind in enumerate(operations) if kind == "swap_out")
+    monkeypatch.setattr(BlockPool, "drop_all", forgets)
+    first = 1 + next(number for number, kind in enumerate(operations) if kind in {"swap_out", "release"})
     expected = -(-first // check_every) * check_every
     with pytest.raises(ReplayError) as caught:
         replayed(path, check_every)
@@ -139,7 +139,7 @@ def test_a_bug_in_the_recording_core_is_found_by_a_sound_one(path: Path, monkeyp
         grow(memory, key, 3)
     memory.end_step()
     with monkeypatch.context() as bug:
-        bug.setattr(BlockPool, "drop", lambda *_: False)
+        bug.setattr(BlockPool, "drop_all", lambda *_: [])
         memory.release("b", array("I", [1, 2, 3]))
     grow(memory, "a", 2)
     journal.close(ended=True)
@@ -153,13 +153,13 @@ def test_an_operation_that_did_not_come_back_is_the_last_one(path: Path, monkeyp
     """It is in the journal before the core fails at it, so that the replay fails there too, or tells that it does not."""
     journal = open_journal(path)
     memory = memory_of(journal, 4, 2, prefix_cache=False, counters=MemoryCounters())
-    lineage, take = Lineage(bytes(HASH_BYTES), ""), BlockPool.take_some
+    lineage, take = Lineage(bytes(HASH_BYTES), ""), BlockPool.take
     admission = memory.plan_admission(lineage, array("I", [1]), 0)
     assert admission is not None
     memory.admit("a", lineage, admission)
     grow(memory, "a", 2)
     with monkeypatch.context() as bug:
-        bug.setattr(BlockPool, "take_some", lambda pool, count: never() if pool.live else take(pool, count))
+        bug.setattr(BlockPool, "take", lambda pool: never() if pool.live else take(pool))
         with pytest.raises(AssertionError):
             grow(memory, "a", 2)
         journal.flush()
@@ -379,7 +379,7 @@ def test_a_full_disk_ends_the_journal_and_nothing_else(path: Path, no_room: Call
     log = Log()
     journal = Journal(JournalFile(path), log, 0.0)  # type: ignore[arg-type]
     memory = memory_of(journal, 64, 2, prefix_cache=False, counters=MemoryCounters())
-    lineage = Lineage(bytes(HASH_BYTES), "")
+    lineage, take = Lineage(bytes(HASH_BYTES), ""), BlockPool.take
     admission = memory.plan_admission(lineage, array("I", [1]), 0)
     assert admission is not None
     memory.admit("a", lineage, admission)
