@@ -379,7 +379,7 @@ def test_a_full_disk_ends_the_journal_and_nothing_else(path: Path, no_room: Call
     log = Log()
     journal = Journal(JournalFile(path), log, 0.0)  # type: ignore[arg-type]
     memory = memory_of(journal, 64, 2, prefix_cache=False, counters=MemoryCounters())
-    lineage, take = Lineage(bytes(HASH_BYTES), ""), BlockPool.take
+    lineage = Lineage(bytes(HASH_BYTES), "")
     admission = memory.plan_admission(lineage, array("I", [1]), 0)
     assert admission is not None
     memory.admit("a", lineage, admission)

@@ -63,10 +63,10 @@ def test_a_fault_is_told_with_the_operations_that_show_it(monkeypatch: pytest.Mo
 def test_a_lost_block_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     share_all = BlockPool.share_all
 
-    def share_one_twice(pool: BlockPool, blocks: Sequence[int]) -> int:
+    def share_one_twice(pool: BlockPool, blocks: Sequence[int], *, favour: bool = False) -> int:
         for block in blocks[-1:]:
             pool.references[block] += 1
-        return share_all(pool, blocks)
+        return share_all(pool, blocks, favour=favour)
 
     monkeypatch.setattr(BlockPool, "share_all", share_one_twice)
     with pytest.raises(BrokenError):
