@@ -6,9 +6,11 @@ First an instance with 64 sequences decoding in a pool of 4,096 blocks. In turn 
 and the full ListBlocks each second, for so many seconds each, five times. In both, the last processor is for all but the
 executor, which has the others: what is measured is whether the memory manager is held up, not who else computes on a processor
 that the model needs, as it would on none where the executor has a GPU. Steps are counted from the beginning of one to the
-beginning of another. Then the memory manager alone, with a million blocks and an executor that answers at once: the gaps between
-its steps, quiet and during dumps.
+beginning of another. Then the memory manager alone on the last processor, with a million blocks and an executor that answers at
+once: the gaps between its steps, quiet and during dumps.
 """
+
+from __future__ import annotations
 
 import gc
 import itertools
@@ -52,6 +54,22 @@ _DUMPS: Final = 5
 _START_SECONDS: Final = 120.0
 _PROMPT_TOKENS: Final = 32
 _OUTPUT_TOKENS: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Processors:
+    """Those that we may use, two at least."""
+
+    others: list[int]
+    last: int
+
+    @classmethod
+    def ours(cls) -> Processors:
+        """Return this process's."""
+        *others, last = sorted(os.sched_getaffinity(0))
+        if not others:
+            raise click.ClickException("two processors are needed")
+        return cls(others, last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +130,10 @@ def _stream(client: Client, number: int, vocab_size: int) -> None:
         outputs = _OUTPUT_TOKENS
 
 
-def watch(seconds: float, flags: Sequence[str], progress: Progress) -> Watched:
+def watch(seconds: float, flags: Sequence[str], processors: Processors, progress: Progress) -> Watched:
     """Measure the first part."""
     task = progress.add_task("watching", total=2 * _PAIRS)
-    *computing, processor = sorted(os.sched_getaffinity(0))
-    if not computing:
-        raise click.ClickException("two processors are needed: one for the executor, one for all others")
+    computing, processor = processors.others, processors.last
     os.environ.setdefault("OMP_NUM_THREADS", str(len(computing)))  # for the executor
     context = multiprocessing.get_context("spawn")
     with (
@@ -125,7 +141,8 @@ def watch(seconds: float, flags: Sequence[str], progress: Progress) -> Watched:
         instance(Path(folder) / "run", "--num-blocks", str(_BLOCKS), *flags) as running,
         AdminClient(running.admin) as admin,
     ):
-        _place(computing, [processor])
+        for process in psutil.Process().children(recursive=True):
+            _place(process.pid, computing if "executor" in process.cmdline() else [processor])
         load = context.Process(target=_load, args=(running.gateway, processor), daemon=True)
         load.start()
         os.sched_setaffinity(0, {processor})
@@ -152,13 +169,10 @@ def watch(seconds: float, flags: Sequence[str], progress: Progress) -> Watched:
     return Watched(*rates[middle], changes[middle], tuple(changes), pools, dumps)
 
 
-def _place(computing: list[int], others: list[int]) -> None:
-    """Keep the executor on some processors, and all other processes of ours on others."""
-    us = psutil.Process()
-    for process in us.children(recursive=True):
-        processors = computing if "executor" in process.cmdline() else others
-        for thread in process.threads():
-            os.sched_setaffinity(thread.id, processors)
+def _place(pid: int, processors: list[int]) -> None:
+    """Keep a process, all of its threads, on some processors."""
+    for thread in psutil.Process(pid).threads():
+        os.sched_setaffinity(thread.id, processors)
 
 
 def _arm(admin: AdminClient, seconds: float, *, looks: bool) -> tuple[float, int, int]:
@@ -193,8 +207,8 @@ def _next_step(admin: AdminClient) -> tuple[int, float]:
 
 
 @contextmanager
-def _memory_manager(folder: Path) -> Iterator[str]:
-    """Run a memory manager alone; its admin address."""
+def _memory_manager(folder: Path) -> Iterator[tuple[str, int]]:
+    """Run a memory manager alone; its admin address, and its process."""
     words = ["memmgr", "--runtime-dir", str(folder), "--admin", "127.0.0.1:0", "--max-running", str(_SEQUENCES)]
     process = subprocess.Popen(
         [sys.executable, "-m", "cli", *words, "--log-format", "json"],
@@ -211,7 +225,7 @@ def _memory_manager(folder: Path) -> Iterator[str]:
                 raise click.ClickException("the memory manager did not start")
             address = json.loads(line).get("admin", "")
         threading.Thread(target=process.stderr.read, daemon=True).start()  # or it blocks on a full pipe
-        yield address
+        yield address, process.pid
     finally:
         process.terminate()
         process.wait(30)
@@ -241,11 +255,13 @@ def _answer(folder: Path, wishes: Connection, times: Connection) -> None:
     context.term()
 
 
-def dump(progress: Progress) -> Dumped:
+def dump(processors: Processors, progress: Progress) -> Dumped:
     """Measure the second part."""
     task = progress.add_task("dumping", total=_DUMPS + 1)
     spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="kilburn-bench-") as name, _memory_manager(Path(name) / "run") as address:
+    with tempfile.TemporaryDirectory(prefix="kilburn-bench-") as name, _memory_manager(Path(name) / "run") as (address, pid):
+        _place(pid, [processors.last])
+        _place(os.getpid(), processors.others)  # and so whom we start
         wished, wish = spawn.Pipe(duplex=False)
         answers, times = spawn.Pipe(duplex=False)
         load = spawn.Process(target=_answer, args=(Path(name) / "run", wished, times), daemon=True)
@@ -324,9 +340,10 @@ def show_dumped(dumped: Dumped, console: Console) -> None:
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def main(as_json: bool, seconds: float, part: str, flags: Sequence[str]) -> None:
     """See the module."""
+    processors = Processors.ours()
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        watched = watch(seconds, flags, progress) if part != "dump" else None
-        dumped = dump(progress) if part != "watch" else None
+        watched = watch(seconds, flags, processors, progress) if part != "dump" else None
+        dumped = dump(processors, progress) if part != "watch" else None
     if as_json:
         parts = {"watched": watched and asdict(watched), "dumped": dumped and asdict(dumped)}
         json.dump(parts, sys.stdout)
