@@ -78,12 +78,18 @@ def _ask(running: Instance, console: Console) -> None:
         raise DemoError(f"the answer does not name {_EXPECTED}")
     if sequence is None or pool is None:
         raise DemoError("the answer was too short to look at its blocks")
-    console.print(f"\n{sequence.output_tokens} tokens into the answer:")
+    console.print(f"\n{sequence.output_tokens} tokens into the answer (filled: as planned, steps under way included):")
     show_block_table(sequence, console)
     console.print()
     show_pool(pool, console)
     if after.live_blocks:
         raise DemoError(f"{after.live_blocks} blocks are still live after the answer")
+    # It was 0 in the table: what is kept of an answer is known at its end.
+    console.print(
+        f"\nafter the answer: no block live, {after.cached_blocks} cached; {after.counters.decode_tokens} decode tokens, "
+        "which are counted as a sequence ends",
+        soft_wrap=True,
+    )
 
 
 if __name__ == "__main__":
