@@ -18,6 +18,12 @@ from kilburn.client import AdminClient, Client
 from kilburn.errors import KilburnError
 from kilburn.v1 import admin_pb2, inference_pb2
 
+#: Said before anything is there to be shown; a fetch shows by itself how far it is.
+_STARTING: Final = (
+    "starting kilburn up: memory manager, executor and gateway. That takes some seconds; the first time, a model is fetched and "
+    "converted before, which takes a minute or more"
+)
+
 _QUESTION: Final = "What is the capital of France, and what is it known for?"
 _EXPECTED: Final = "Paris"
 
@@ -38,6 +44,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="kilburn-demo-") as folder:
             runtime_dir = Path(folder) / "run"
+            console.print(_STARTING, soft_wrap=True)
             with instance(runtime_dir) as running:
                 console.print(f"serving {running.model} at {running.gateway}\n\n> {_QUESTION}\n", soft_wrap=True)
                 _ask(running, console)
