@@ -7,7 +7,9 @@ policies      ShareGPT's lengths in 15,700 slots, as in Figure 2 of Kwon et al. 
 block-sizes   The same lengths, paged, in blocks of 1 to 256 tokens: slots wasted, against entries of the block tables.
 sharing       Blocks that 2, 4 and 6 samples and beams of each prompt save, at lengths like Alpaca's and at ShareGPT's.
 prefixes      Mooncake's prompts one by one: the share of their blocks that caches of several sizes find, evicting by recency (the
-              core's order) and by other orders, beside what no order could beat and what a cache finds that never forgets.
+              core's order once) and by other orders, beside what no order could beat and what a cache finds that never forgets.
+segments      The same, by the core's order with other parts of the pool for what was used twice, and other numbers of evicted
+              names remembered for each block; the last one is the default.
 
 All of it takes some fifteen minutes on one core; --limit takes the first of each trace, and the means get rougher.
 """
@@ -31,7 +33,7 @@ from benchmarks.figure import Bar, stacked_bars
 from benchmarks.sharing import Begin, Saving
 from cli.simulated import progress, show_reports
 from memmgr.core.memory import Memory
-from memmgr.simulate.eviction import BriefFrequencyMemory, FrequencyMemory, RecencyMemory, bound, unbounded
+from memmgr.simulate.eviction import BriefFrequencyMemory, FrequencyMemory, RecencyMemory, bound, segmented, unbounded
 from memmgr.simulate.policies import Policy
 from memmgr.simulate.prefixes import Prompt, cache, granule, prompts_of
 from memmgr.simulate.saturated import Report, Setup, simulate
@@ -42,7 +44,8 @@ _POLICIES_PART: Final = "policies"
 _SIZES_PART: Final = "block-sizes"
 _SHARING_PART: Final = "sharing"
 _PREFIXES_PART: Final = "prefixes"
-_PARTS: Final = (_POLICIES_PART, _SIZES_PART, _SHARING_PART, _PREFIXES_PART)
+_SEGMENTS_PART: Final = "segments"
+_PARTS: Final = (_POLICIES_PART, _SIZES_PART, _SHARING_PART, _PREFIXES_PART, _SEGMENTS_PART)
 
 _PREFIXES: Final = ("mooncake_conversation.jsonl.gz", "mooncake_synthetic.jsonl.gz")
 
@@ -55,11 +58,20 @@ _MAX_STEP_TOKENS: Final = 2048
 
 _BLOCK_SIZES: Final = (1, 4, 8, 16, 32, 64, 128, 256)
 _CACHE_SIZES: Final = (1_000, 5_000, 10_000, 50_000)
-_ORDERS: Final[dict[str, type[Memory]]] = {
+Orders = dict[str, type[Memory]]
+_ORDERS: Final[Orders] = {
     "recency": RecencyMemory,
     "the default": Memory,
     "recency and frequency": FrequencyMemory,
     "the same, no ghosts": BriefFrequencyMemory,
+}
+_SEGMENTS: Final[Orders] = {
+    "recency": RecencyMemory,
+    "half, no names": segmented(0.5, 0),
+    "half, 1": segmented(0.5, 1),
+    "half, 4": segmented(0.5, 4),
+    "80 %, 4": segmented(0.8, 4),
+    f"{Memory.proven_share:.0%}, {Memory.ghosts}".replace("%", " %"): Memory,
 }
 
 #: An entry of a block table, as kernels read it.
@@ -97,6 +109,7 @@ class Results:
     block_sizes: list[BlockSize] = field(default_factory=list)
     sharing: list[Saving] = field(default_factory=list)
     hit_rates: list[HitRates] = field(default_factory=list)
+    segments: list[HitRates] = field(default_factory=list)
 
     def as_plain(self) -> dict[str, object]:
         """Return them as the object that programs read."""
@@ -105,6 +118,7 @@ class Results:
             "block_sizes": list(self.block_sizes),
             "sharing": list(self.sharing),
             "hit_rates": list(self.hit_rates),
+            "segments": list(self.segments),
         }
         return {name: [asdict(one) for one in found] for name, found in whole.items() if found}  # type: ignore[call-overload]
 
@@ -130,15 +144,15 @@ def block_sizes(trace: Sequence[TraceRequest], begin: Begin) -> list[BlockSize]:
     return points
 
 
-def hit_rates(name: str, prompts: Sequence[Prompt], begin: Begin) -> list[HitRates]:
+def hit_rates(name: str, prompts: Sequence[Prompt], orders: Orders, begin: Begin) -> list[HitRates]:
     """Run one trace's prompts through caches of each size, by each order."""
     size = MOONCAKE_BLOCK // granule(MOONCAKE_BLOCK)
     whole = unbounded(prompts, size).rate
     points = []
-    moved, done = begin(name, len(_CACHE_SIZES) * len(_ORDERS)), 0
+    moved, done = begin(name, len(_CACHE_SIZES) * len(orders)), 0
     for num_blocks in _CACHE_SIZES:
         rates = {}
-        for order, kind in _ORDERS.items():
+        for order, kind in orders.items():
             runner = cache(num_blocks, MOONCAKE_BLOCK, kind)
             for prompt in prompts:
                 runner.run(prompt)
@@ -160,6 +174,17 @@ def running_table(reports: Sequence[Report]) -> Table:
     return table
 
 
+def hits_table(rates: Sequence[HitRates], title: str) -> Table:
+    """Return what was found, by trace, size and order."""
+    table = Table(title=f"\n{title}", title_justify="left", show_edge=False, pad_edge=False)
+    for column in ("trace", "blocks", *rates[0].orders, "no order beats", "never forgetting"):
+        table.add_column(column, justify="left" if column == "trace" else "right")
+    for rate in rates:
+        found = (*rate.orders.values(), rate.bound, rate.unbounded)
+        table.add_row(rate.trace.split(".")[0], f"{rate.num_blocks:,}", *(f"{one:.1%}" for one in found))
+    return table
+
+
 def show(results: Results, console: Console) -> None:
     """Print the tables of what there is."""
     if results.policies:
@@ -178,13 +203,10 @@ def show(results: Results, console: Console) -> None:
     if results.sharing:
         sharing.show(results.sharing, console)
     if results.hit_rates:
-        table = Table(title="\nblocks of prompts found, one by one", title_justify="left", show_edge=False, pad_edge=False)
-        for column in ("trace", "blocks", *_ORDERS, "no order beats", "never forgetting"):
-            table.add_column(column, justify="left" if column == "trace" else "right")
-        for rate in results.hit_rates:
-            found = (*rate.orders.values(), rate.bound, rate.unbounded)
-            table.add_row(rate.trace.split(".")[0], f"{rate.num_blocks:,}", *(f"{one:.1%}" for one in found))
-        console.print(table)
+        console.print(hits_table(results.hit_rates, "blocks of prompts found, one by one"))
+    if results.segments:
+        title = "the same, by the part of the pool for what was used twice, and the names remembered for each block"
+        console.print(hits_table(results.segments, title))
 
 
 def picture(reports: Sequence[Report]) -> str:
@@ -214,8 +236,9 @@ def main(data: Path, as_json: bool, svg: Path | None, limit: int | None, parts: 
         raise click.UsageError(f"--svg: there is no folder {svg.parent}")
     results = Results()
     try:
-        lengths = list(islice(read_trace(data / _LENGTHS), limit)) if set(wanted) - {_PREFIXES_PART} else []
-        names = _PREFIXES if _PREFIXES_PART in wanted else ()
+        of_prefixes = {_PREFIXES_PART, _SEGMENTS_PART}
+        lengths = list(islice(read_trace(data / _LENGTHS), limit)) if set(wanted) - of_prefixes else []
+        names = _PREFIXES if of_prefixes & set(wanted) else ()
         prompts = {name: list(prompts_of(islice(read_trace(data / name), limit), MOONCAKE_BLOCK)) for name in names}
     except TraceError as error:
         raise click.ClickException(str(error)) from error
@@ -226,7 +249,10 @@ def main(data: Path, as_json: bool, svg: Path | None, limit: int | None, parts: 
             results.block_sizes = block_sizes(lengths, begin)
         if _SHARING_PART in wanted:
             results.sharing = sharing.savings(lengths, limit, begin)
-        results.hit_rates = [rate for name, asked in prompts.items() for rate in hit_rates(name, asked, begin)]
+        if _PREFIXES_PART in wanted:
+            results.hit_rates = [rate for name, asked in prompts.items() for rate in hit_rates(name, asked, _ORDERS, begin)]
+        if _SEGMENTS_PART in wanted:
+            results.segments = [rate for name, asked in prompts.items() for rate in hit_rates(name, asked, _SEGMENTS, begin)]
     if as_json:
         json.dump(results.as_plain(), sys.stdout)
         print()

@@ -14,7 +14,11 @@ _BLOCK_STATES: Final = ("free", "live", "cached")
 @click.command()
 @admin_command
 def pool(admin_server: str, tenant: str, as_json: bool) -> None:
-    """Show the pool and the counters."""
+    """Show the pool and the counters.
+
+    Tokens are held as planned: those of steps under way count. Decode tokens are counted as sequences end, since only then is
+    it known which are kept.
+    """
     with admin_client(admin_server, tenant) as client:
         answer = client.pool()
     if as_json:
@@ -42,7 +46,10 @@ def sequences(
     request_id: str | None,
     index: int,
 ) -> None:
-    """Show the sequences and their block tables."""
+    """Show the sequences and their block tables.
+
+    In a table, `filled` counts the slots that steps under way are writing to, too; `computed` counts acknowledged tokens alone.
+    """
     if request_id is not None and state is not None:
         raise click.UsageError("--request-id and --state exclude each other")
     from kilburn.v1.admin_pb2 import SequenceState
@@ -68,7 +75,10 @@ def sequences(
 @click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="From this block on.")
 @click.option("--limit", type=click.IntRange(0), default=0, help="At most so many; 0: all.")
 def blocks(admin_server: str, tenant: str, as_json: bool, state: str | None, min_references: int, first: int, limit: int) -> None:
-    """Show the physical blocks and their holders."""
+    """Show the physical blocks and their holders.
+
+    `filled` counts the slots that steps under way are writing to, too.
+    """
     from kilburn.v1.admin_pb2 import BlockState
 
     wanted = BlockState.Value(f"BLOCK_STATE_{(state or 'unspecified').upper()}")

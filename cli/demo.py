@@ -18,6 +18,12 @@ from kilburn.client import AdminClient, Client
 from kilburn.errors import KilburnError
 from kilburn.v1 import admin_pb2, inference_pb2
 
+#: Said before anything is there to be shown; a fetch shows by itself how far it is.
+_STARTING: Final = (
+    "starting kilburn up: memory manager, executor and gateway. That takes some seconds; the first time, a model is fetched and "
+    "converted before, which takes a minute or more"
+)
+
 _QUESTION: Final = "What is the capital of France, and what is it known for?"
 _EXPECTED: Final = "Paris"
 
@@ -38,6 +44,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="kilburn-demo-") as folder:
             runtime_dir = Path(folder) / "run"
+            console.print(_STARTING, soft_wrap=True)
             with instance(runtime_dir) as running:
                 console.print(f"serving {running.model} at {running.gateway}\n\n> {_QUESTION}\n", soft_wrap=True)
                 _ask(running, console)
@@ -78,12 +85,18 @@ def _ask(running: Instance, console: Console) -> None:
         raise DemoError(f"the answer does not name {_EXPECTED}")
     if sequence is None or pool is None:
         raise DemoError("the answer was too short to look at its blocks")
-    console.print(f"\n{sequence.output_tokens} tokens into the answer:")
+    console.print(f"\n{sequence.output_tokens} tokens into the answer (filled: as planned, steps under way included):")
     show_block_table(sequence, console)
     console.print()
     show_pool(pool, console)
     if after.live_blocks:
         raise DemoError(f"{after.live_blocks} blocks are still live after the answer")
+    # It was 0 in the table: what is kept of an answer is known at its end.
+    console.print(
+        f"\nafter the answer: no block live, {after.cached_blocks} cached; {after.counters.decode_tokens} decode tokens, "
+        "which are counted as a sequence ends",
+        soft_wrap=True,
+    )
 
 
 if __name__ == "__main__":

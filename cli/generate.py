@@ -21,11 +21,29 @@ _MAX_INPUT_CHARACTERS: Final = 4 * 1024 * 1024
 
 
 _sampling_options: Final = together(
-    click.option("--temperature", type=float, help="0 is greedy."),
-    click.option("--top-p", type=float, help="Only the likeliest tokens that together have this probability; 1: all."),
-    click.option("--top-k", type=int, help="Only so many of the likeliest tokens; 0 or -1: all."),
-    click.option("--min-p", type=float, help="Only tokens with this share of the likeliest one's probability; 0: all."),
-    click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Same seed, same tokens."),
+    click.option(
+        "--temperature",
+        type=float,
+        help="More makes unlikely tokens likelier; 0: the likeliest one each time. Default: what the model names, else 1.",
+    ),
+    click.option(
+        "--top-p",
+        type=float,
+        help="Draw from the likeliest tokens that together have this probability, more than 0; 1: from all. "
+        "Default: what the model names, else 1.",
+    ),
+    click.option(
+        "--top-k",
+        type=int,
+        help="Draw from so many of the likeliest tokens; 0 or -1: from all. Default: what the model names, else all.",
+    ),
+    click.option(
+        "--min-p",
+        type=float,
+        help="Draw from the tokens that have this share of the likeliest one's probability at least, 0 to 1; 0: from all. "
+        "Default: what the model names, else 0.",
+    ),
+    click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Same seed, same tokens. Default: another one each time."),
 )
 
 _many_options: Final = together(
@@ -35,7 +53,12 @@ _many_options: Final = together(
 )
 
 _stopping_options: Final = together(
-    click.option("--max-tokens", type=click.IntRange(0, 2**32 - 1), default=0, help="At most so many; 0: to the context's end."),
+    click.option(
+        "--max-tokens",
+        type=click.IntRange(0, 2**32 - 1),
+        default=0,
+        help="Tokens of an answer at most; 0: as many as the context has room for. Default: 0.",
+    ),
     click.option("--stop", multiple=True, help="A string that ends the answer; may be repeated."),
     click.option("--stop-token-id", "stop_token_ids", type=click.IntRange(0, 2**32 - 1), multiple=True, help="Ends the answer."),
     click.option("--ignore-eos", is_flag=True, help="Go on after an end of sequence."),

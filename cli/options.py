@@ -228,7 +228,12 @@ _server_flags: Final = together(
     flag("--pool-dir", type=Parsed("folder", _path), help="Where the CPU pool's file lies; else the system's shared memory."),
     flag("--gateway-endpoint", type=Parsed("endpoint", _endpoint), help="Where memmgr hears gateways: ipc://PATH."),
     flag("--executor-endpoint", type=Parsed("endpoint", _endpoint), help="Where memmgr hears executors: ipc://PATH."),
-    flag("--journal", type=Parsed("file", _path), help="Record what the memory does, prompts included, for `kilburn replay`."),
+    flag(
+        "--journal",
+        type=Parsed("file", _path),
+        help="Record what the memory does, prompts included, for `kilburn replay`. The file grows without limit: by 5 to 8 bytes "
+        "for each token computed, 28 where one request runs alone.",
+    ),
     flag("--poison", is_flag=True, help="Debug: fill the pool, and every freed block, with NaN."),
     flag("--log-format", type=click.Choice(["console", "json"]), default="console", help="Of the log on standard error."),
     flag("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", help="What is logged."),

@@ -126,7 +126,12 @@ def probe(
 
 @click.command()
 @_prefix_options
-@click.option("--ttl", type=click.FloatRange(0), default=0.0, help="Seconds that a new pin lasts; 0: until it is unpinned.")
+@click.option(
+    "--ttl",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Seconds that a new pin lasts, ten years at most; 0: until it is unpinned.",
+)
 @click.option("--unpin", help="End the pin of this id.")
 @server_option
 @admin_command

@@ -11,7 +11,11 @@ _COUNT = click.IntRange(0, 2**32 - 1)
 @admin_command
 @click.pass_context
 def quotas(context: click.Context, admin_server: str, tenant: str, as_json: bool) -> None:
-    """Show the tenants' quotas and what they use, or set one."""
+    """Show the tenants' quotas and what they use, or set one.
+
+    They are kept in the memory manager's process alone: one that is started again, by hand or by its supervisor, has none
+    until they are set again.
+    """
     if context.invoked_subcommand is not None:
         return
     with admin_client(admin_server, tenant) as client:
@@ -39,7 +43,10 @@ def set_quota(
     tenant: str,
     as_json: bool,
 ) -> None:
-    """Set a tenant's quota in place of the one before; one that is 0 in all is taken away."""
+    """Set a tenant's quota in place of the one before; one that is 0 in all is taken away.
+
+    It outlives executors, and is gone when the memory manager ends.
+    """
     if max_blocks is guaranteed_blocks is max_running is None:
         raise click.UsageError("one of --max-blocks, --guaranteed-blocks and --max-running is needed")
     with admin_client(admin_server, tenant) as client:

@@ -30,6 +30,9 @@ STOP_TIMEOUT_SECONDS: Final = 60.0
 #: supervisord answers between two looks at its programs, of which there are three.
 _CALL_TIMEOUT_SECONDS: Final = 2.0
 
+#: Of a call that supervisord does not answer, or not as it was asked.
+_CALL_ERRORS: Final = (OSError, http.client.HTTPException, xmlrpc.client.Error)
+
 #: How long killed processes may take to be gone.
 _KILL_TIMEOUT_SECONDS: Final = 5.0
 
@@ -77,17 +80,28 @@ class Supervision:
     def given_up(self) -> list[str]:
         """Return the programs that supervisord no longer tries to start."""
         try:
-            with xmlrpc.client.ServerProxy("http://localhost", _UnixTransport(self._socket, self._password)) as server:
+            with self._server() as server:
                 programs = server.supervisor.getAllProcessInfo()
-        except (OSError, http.client.HTTPException, xmlrpc.client.Error):
+        except _CALL_ERRORS:
             return []  # it is starting, ending or stopped; `alive` tells
         assert isinstance(programs, list)
         return [program["name"] for program in programs if program["statename"] == "FATAL"]
 
     def begin_stop(self) -> None:
-        """Ask for the end of all: gateway, executor, memmgr, each in its time."""
-        if self.alive():
+        """Ask for the end of all: gateway, executor, memmgr, each in its time.
+
+        By a call, where it takes one: a signal would be logged as a warning, as it should be where it is not ours.
+        """
+        if not self.alive():
+            return
+        try:
+            with self._server() as server:
+                server.supervisor.shutdown()
+        except _CALL_ERRORS:
             self._process.terminate()
+
+    def _server(self) -> xmlrpc.client.ServerProxy:
+        return xmlrpc.client.ServerProxy("http://localhost", _UnixTransport(self._socket, self._password))
 
     def kill(self) -> None:
         """End at once what is left of supervisord and of everything below it."""

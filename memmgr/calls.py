@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from array import array
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NoReturn, TypeVar
@@ -24,6 +23,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 #: How long a call waits for the engine. A step takes milliseconds; a frozen engine should show as one.
 ANSWER_SECONDS: Final = 10.0
+
+#: How long a pin may be asked to last, ten years: more is a slip, or "until unpinned", which is said by 0.
+MAX_TTL_SECONDS: Final = 10 * 365 * 24 * 3600
 
 
 class NoExecutorError(Exception):
@@ -77,8 +79,8 @@ class Calls(admin_pb2_grpc.AdminServicer):
 
 async def read_ttl(context: Context, seconds: float) -> float:
     """Return a time to live; the call ends where it is none."""
-    if not (math.isfinite(seconds) and seconds >= 0):
-        message = f"ttl_seconds is {seconds}; it must be a finite number, 0 or more"
+    if not 0 <= seconds <= MAX_TTL_SECONDS:  # so that no NaN passes
+        message = f"ttl_seconds is {seconds}; it must be a number from 0 (until unpinned) to {MAX_TTL_SECONDS} (ten years)"
         await abort(context, Code.INVALID_VALUE, message, "ttl_seconds")
     return seconds
 

@@ -37,6 +37,16 @@ class RecencyMemory(Memory):
     ghosts: ClassVar[int] = 0
 
 
+def segmented(share: float, names: int) -> type[Memory]:
+    """Return the core's memory with another share of the pool for what has proven its use, and other names for each block."""
+
+    class SegmentedMemory(Memory):
+        proven_share: ClassVar[float] = share
+        ghosts: ClassVar[int] = names
+
+    return SegmentedMemory
+
+
 class FrequencyMemory(RecencyMemory):
     """A memory that evicts by recency and count. `seen` names are remembered for each block of the pool."""
 

@@ -156,3 +156,13 @@ def test_every_option_says_what_it_does() -> None:
     options = [(command.name, one) for command in commands if command for one in command.params if isinstance(one, click.Option)]
     assert len(options) > 100
     assert [(name, option.opts) for name, option in options if not option.help] == []
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_p", "max_tokens"])
+def test_what_shapes_an_answer_says_its_meaning_and_its_default(name: str) -> None:
+    command = every_command.get_command(click.Context(every_command), "generate")
+    assert command is not None
+    option = next(option for option in command.params if option.name == name)
+    assert isinstance(option, click.Option)
+    meaning, found, default = (option.help or "").partition(" Default: ")
+    assert (len(meaning.split()) > 5, found, default[-1:]) == (True, " Default: ", ".")

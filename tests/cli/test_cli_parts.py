@@ -1,4 +1,4 @@
-"""The parts of the launcher, one by one: ports, signals, health, what is left behind, the fetch of the default model."""
+"""The parts of the launcher, one by one: ports, signals, health, leftovers, fetching the default model; how the demo begins."""
 
 import json
 import os
@@ -6,17 +6,35 @@ import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 import pytest
 
-from cli import leftovers, ready
+from cli import demo, leftovers, ready
+from cli.instance import InstanceError
 from cli.ports import KeptPorts
 from cli.signals import Signals
 from kilburn.config import Address
 from kilburn.errors import StartError
 from kilburn.wire import endpoints
 from tests.cli.test_cli_options import read
+
+# ----------------------------------------------------------------------------------------------- the demonstration
+
+
+def test_the_demonstration_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+
+    def never(runtime_dir: Path) -> NoReturn:
+        said.append(capsys.readouterr().out)
+        raise InstanceError("it does not start")
+
+    monkeypatch.setattr(demo, "instance", never)
+    assert demo.main() == 1
+    assert said[0].startswith("starting kilburn up")
+    assert capsys.readouterr().err == "demo: it does not start\n"
+
 
 # ---------------------------------------------------------------------------------------------------------- ports
 

@@ -196,7 +196,8 @@ def test_the_benchmark_prints_its_tables_and_a_picture(tmp_path: Path, pairs: st
     answer = json.loads(CliRunner().invoke(simulation.main, ["--data", str(tmp_path), "--json", "--limit", "5"]).output)
     assert [size["block_size"] for size in answer["block_sizes"]] == [1, 4, 8, 16, 32, 64, 128, 256]
     assert len(answer["policies"]) == 4
-    assert len(answer["hit_rates"]) == 8
+    assert len(answer["hit_rates"]) == len(answer["segments"]) == 8
+    assert list(answer["segments"][0]["orders"])[-1] == "30 %, 4", "the default comes last"
     assert [(one["trace"], one["method"]) for one in answer["sharing"]] == [
         ("Alpaca-like", "samples"),
         ("ShareGPT", "samples"),

@@ -225,6 +225,7 @@ class System(Instance):
         super().__init__(flags, threads, folder)
         self._output = self.place.folder / "output"
         self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
 
     def __enter__(self) -> Self:
         try:
@@ -284,7 +285,10 @@ class System(Instance):
         return renewed[role] and now.executor_connected and now.gateways_connected == 1
 
     def stop(self) -> None:
-        """Send SIGTERM, wait for the end, and look for what is left."""
+        """Send SIGTERM, wait for the end, and look for what is left. Does nothing where it was stopped before."""
+        if self._stopped:
+            return
+        self._stopped = True
         pool_files = self.place.pool_files()
         assert self._process is not None
         self._process.terminate()

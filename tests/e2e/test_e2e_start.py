@@ -1,6 +1,7 @@
-"""Starts: in any order, two at once, and refused where the model is at fault (tests/cli has what is wrong with flags)."""
+"""Starts: in any order, two at once, and refused where the model is at fault (tests/cli has what is wrong with flags); ends."""
 
 import itertools
+import json
 import shutil
 import time
 from contextlib import ExitStack
@@ -52,6 +53,16 @@ def test_two_instances_started_at_once_work_apart(tiny: Path, tmp_path: Path) ->
             first.settled()
         assert ask(second.client, greedy(prompt, 20)).ids == answers[1]
         second.settled()
+
+
+def test_an_orderly_end_is_no_reason_for_a_warning(tiny: Path) -> None:
+    with System({"model": tiny, "device": "cpu", "num_blocks": 64, "log_format": "json"}, threads=1) as system:
+        assert len(ask(system.client, greedy([1, 2, 3], 4)).ids) == 4
+        system.stop()
+        lines = system.whole_log().splitlines()
+    assert {json.loads(line)["process"] for line in lines if line.startswith("{")} == set(ROLES)
+    # Another line is supervisord's, which tells of warnings and worse only, or a traceback.
+    assert [line for line in lines if not line.startswith("{") or json.loads(line)["level"] not in ("debug", "info")] == []
 
 
 @pytest.fixture

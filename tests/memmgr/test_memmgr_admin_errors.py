@@ -49,6 +49,7 @@ def test_each_refusal_has_its_code(stub: Stub, house: House) -> None:
         (partial(ask_probe, stub, [1], n=2**20), (Status.INVALID_ARGUMENT, "invalid-value", "n")),
         (partial(ask_probe, stub, [1], cache_salt="x" * 129), (Status.INVALID_ARGUMENT, "invalid-value", "cache_salt")),
         (partial(pin, stub, [1], ttl_seconds=-1), (Status.INVALID_ARGUMENT, "invalid-value", "ttl_seconds")),
+        (partial(pin, stub, [1], ttl_seconds=1e308), (Status.INVALID_ARGUMENT, "invalid-value", "ttl_seconds")),
         (partial(pin, stub, [40, 41, 42, 43, 44]), (Status.NOT_FOUND, "not-cached", "")),
         (partial(unpin, stub, "x"), (Status.NOT_FOUND, "no-such-pin", "pin_id")),
         (partial(get_sequence, stub), (Status.NOT_FOUND, "no-such-sequence", "")),

@@ -14,6 +14,7 @@ import pytest
 from kilburn.limits import MAX_PINS
 from kilburn.v1 import admin_pb2 as admin
 from kilburn.v1 import admin_pb2_grpc
+from memmgr.calls import MAX_TTL_SECONDS
 from memmgr.core.blocks import BlockPool
 from memmgr.core.evicted import EvictedNames
 from memmgr.schedule.probe import probe
@@ -283,9 +284,26 @@ def test_what_can_not_be_pinned(stub: Stub, house: House) -> None:
     for request in {"cache_salt": "x"}, {"tenant": "x"}:
         assert refused(partial(pin, stub, range(9), **request))[0] is grpc.StatusCode.NOT_FOUND
     assert refused(lambda: pin(stub, range(3)))[0] is grpc.StatusCode.NOT_FOUND
-    for wrong in {"ttl_seconds": -1.0}, {"ttl_seconds": float("nan")}, {"tenant": "x" * 129}, {"cache_salt": "x" * 129}:
+    for wrong in {"tenant": "x" * 129}, {"cache_salt": "x" * 129}:
         assert refused(partial(pin, stub, range(9), **wrong))[0] is grpc.StatusCode.INVALID_ARGUMENT
     assert refused(lambda: pin(stub, [100]))[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.usefixtures("working")
+@pytest.mark.parametrize("seconds", [-1.0, MAX_TTL_SECONDS + 1.0, 1e308, float("inf"), float("nan")])
+def test_a_pin_that_would_last_too_long_or_no_time(stub: Stub, house: House, seconds: float) -> None:
+    serve(house, list(range(9)))
+    code, message = refused(partial(pin, stub, range(9), ttl_seconds=seconds))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert message.startswith(f"ttl_seconds is {seconds}; it must be a number from 0")
+    assert message.endswith(f"to {MAX_TTL_SECONDS} (ten years)")
+    assert pins(stub) == []
+
+
+@pytest.mark.usefixtures("working")
+def test_a_pin_for_ten_years(stub: Stub, house: House) -> None:
+    serve(house, list(range(9)))
+    assert abs(pin(stub, range(9), ttl_seconds=MAX_TTL_SECONDS).expires_in_seconds - MAX_TTL_SECONDS) < PATIENCE_SECONDS
 
 
 def test_pins_go_with_the_executor(stub: Stub, house: House) -> None:
