@@ -264,3 +264,25 @@ def test_what_is_given_out_again_has_to_prove_its_use_again() -> None:
     assert pool.drop_all([1], [b"name"] * 2, 4.0) == []
     assert list(pool.eviction_order()) == [*again, 1]
     assert sorted(blocks) == [0, 1]
+
+
+def test_what_was_moved_on_has_to_prove_its_use_again() -> None:
+    pool = BlockPool(8, proven=2)
+    moved = cached(pool, 3, 1.0, favoured=True)
+    assert pool.share_all(moved[:2]) == 2
+    assert pool.drop_all(moved[1::-1], [b"name"] * 8, 2.0) == []
+    other = cached(pool, 1, 3.0)
+    assert list(pool.eviction_order()) == [moved[2], moved[1], moved[0], *other]
+
+
+def test_what_an_admission_shares_has_proven_its_use() -> None:
+    pool = BlockPool(8, proven=4)
+    whole, parted = cached(pool, 2, 1.0), cached(pool, 2, 2.0)
+    assert pool.share_all(whole, favour=True) == 2
+    assert pool.share(parted[0])
+    assert pool.share_all(parted, favour=True) == 1
+    assert pool.drop_all(whole[::-1], [b"name"] * 8, 3.0) == []
+    assert pool.drop_all(parted[::-1], [b"name"] * 8, 4.0) == []
+    assert pool.drop_all(parted[:1], [b"name"] * 8, 4.0) == []
+    other = cached(pool, 2, 5.0)
+    assert list(pool.eviction_order()) == [*other[::-1], *whole[::-1], parted[1], parted[0]]
