@@ -9,6 +9,7 @@ Knows the core's lists and the event log; not messages.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
@@ -17,8 +18,8 @@ from memmgr.core.swap import SwappingMemory
 from memmgr.engine import Engine
 from memmgr.session import Session
 
-#: Blocks that are copied between two steps: a millisecond, and as much for the collector of cycles to see that they are no cycle.
-PIECE_BLOCKS: Final = 1 << 13
+#: Blocks that are copied between two steps: a millisecond, and some for the collector of cycles to see that they are no cycle.
+PIECE_BLOCKS: Final = 1 << 12
 
 #: How often a copy is begun anew, because another pool came or more happened than events are held, before it is made at once.
 _MOST_BEGINNINGS: Final = 3
@@ -29,21 +30,21 @@ Row = tuple[Any, ...]
 
 
 class Part(NamedTuple):
-    """What is known of blocks first, first + 1, ...: each tuple has an entry for every one.
+    """What is known of blocks first, first + 1, ...: each column has an entry for every one.
 
-    Tuples, because Python's collector of cycles lets go of those that hold numbers, strings and bytes alone: it would look
-    through lists of millions of entries in the middle of a step.
+    Arrays and tuples: Python's collector of cycles does not look into arrays, and lets go of tuples that hold strings and bytes
+    alone when it has looked once. It would look through lists of millions of entries again and again, in the middle of a step.
     """
 
     first: int
-    references: tuple[int, ...]
-    evictable: tuple[bool, ...]  # cached and not pinned
-    pins: tuple[int, ...]
-    generations: tuple[int, ...]
-    stamps: tuple[float, ...]
-    depths: tuple[int, ...]
-    hits: tuple[int, ...]
-    serials: tuple[int, ...]
+    references: array[int]
+    evictable: bytearray  # cached and not pinned
+    pins: array[int]
+    generations: array[int]
+    stamps: array[float]
+    depths: array[int]
+    hits: array[int]
+    serials: array[int]
     names: tuple[bytes | None, ...]
     parents: tuple[bytes | None, ...]
     tokens: tuple[bytes | None, ...]
@@ -59,12 +60,12 @@ class Part(NamedTuple):
         later = [(block - self.first, row) for block, row in rows.items() if self.first <= block < self.stop]
         if not later:
             return self
-        columns: list[Any] = []
-        for number, column in enumerate(self[1:]):
-            entries = list(column)
+        columns: list[Any] = list(self[1:])
+        for number, column in enumerate(columns):
+            entries = list(column) if isinstance(column, tuple) else column[:]
             for at, row in later:
                 entries[at] = row[number]
-            columns.append(tuple(entries))
+            columns[number] = tuple(entries) if isinstance(column, tuple) else entries
         return Part(self.first, *columns)
 
 
@@ -73,14 +74,14 @@ def copy_part(memory: SwappingMemory, part: slice) -> Part:
     pool, nodes = memory.pool, memory.index.nodes(part)
     return Part(
         part.start,
-        tuple(pool.references[part]),
-        tuple(pool.evictable_in(part)),
-        tuple(pool.pins[part]),
-        tuple(pool.generations[part]),
-        tuple(pool.stamps(part)),
-        tuple(nodes.depths),
-        tuple(nodes.hits),
-        tuple(nodes.serials),
+        array("Q", pool.references[part]),
+        bytearray(pool.evictable_in(part)),
+        array("Q", pool.pins[part]),
+        array("Q", pool.generations[part]),
+        array("d", pool.stamps(part)),
+        array("Q", nodes.depths),
+        array("Q", nodes.hits),
+        array("Q", nodes.serials),
         tuple(nodes.names),
         tuple(nodes.parents),
         tuple(nodes.tokens),

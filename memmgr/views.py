@@ -234,7 +234,7 @@ def block_pages(snapshot: BlocksSnapshot, state: int, min_references: int) -> It
     for part in snapshot.dump.read():
         for offset, references in enumerate(part.references):
             block, pinned = part.first + offset, part.pins[offset] > 0
-            now_in = _state(references, part.evictable[offset], pinned)
+            now_in = _state(references, bool(part.evictable[offset]), pinned)
             if (state and now_in != state) or references < min_references:
                 continue
             held_by = holders.get(block, [])
