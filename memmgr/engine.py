@@ -27,8 +27,8 @@ from memmgr.core.table import MemoryCounters
 from memmgr.events import EventLog
 from memmgr.journal.recording import Journal
 from memmgr.messages import MessageError, check_hello, read_submit, token_batches
+from memmgr.schedule.counters import ScheduleCounters
 from memmgr.schedule.plans import EndCode, Limits, RequestEnd
-from memmgr.schedule.scheduler import ScheduleCounters
 from memmgr.session import Session, StepTotals, Totals
 
 AnswerT = TypeVar("AnswerT")
