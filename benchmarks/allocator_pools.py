@@ -24,8 +24,9 @@ from typing import Final
 from memmgr.core.lineage import root_hash
 from memmgr.core.memory import Memory
 from memmgr.core.table import MemoryCounters
+from memmgr.schedule.counters import ScheduleCounters
 from memmgr.schedule.plans import Limits, Sampled, Submission
-from memmgr.schedule.scheduler import ScheduleCounters, Scheduler
+from memmgr.schedule.scheduler import Scheduler
 
 _BLOCK_SIZE: Final = 16
 _RUNNING: Final = 256

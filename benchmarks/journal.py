@@ -34,8 +34,9 @@ from memmgr.journal.files import JournalFile
 from memmgr.journal.journaled import memory_of
 from memmgr.journal.recording import Journal
 from memmgr.journal.replaying import Replay, replay
+from memmgr.schedule.counters import ScheduleCounters
 from memmgr.schedule.plans import Limits, Sampled, Submission
-from memmgr.schedule.scheduler import ScheduleCounters, Scheduler
+from memmgr.schedule.scheduler import Scheduler
 
 _PROMPT_TOKENS: Final = 256
 _OUTPUT_TOKENS: Final = 128

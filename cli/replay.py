@@ -17,7 +17,7 @@ from rich.table import Table
 from kilburn.errors import StartError
 
 if TYPE_CHECKING:
-    from memmgr.journal.replaying import Summary
+    from memmgr.journal.summary import Summary
 
 #: As in memmgr/journal/replaying.py, which is not imported for a line of help.
 _MAX_BLOCKS: Final = 10_000_000

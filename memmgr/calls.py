@@ -14,7 +14,8 @@ from kilburn.limits import MAX_NAME_CHARACTERS
 from kilburn.names import TENANT_KEY, fault_of_name, tenant_in
 from kilburn.reasons import CallError
 from kilburn.v1 import admin_pb2_grpc
-from memmgr.engine import Engine, EngineBusyError
+from memmgr.engine import Engine
+from memmgr.questions import EngineBusyError
 from memmgr.reasons import Code
 from memmgr.session import Session
 

@@ -1,23 +1,20 @@
 """The loop of the memory manager: drain the inboxes, plan, send what there is. One thread owns all of its state.
 
-Knows who speaks (gateways, one executor, the admin API's threads) and how they are fenced; not how memory is decided. Questions
-from other threads are answered between steps, so that each answer is one consistent instant.
+Knows the executor that is connected, and when its session begins and ends; what outlives sessions: totals, quotas, the log of
+events. Not who the gateways are (gateways.py), how other threads ask (questions.py), or how memory is decided (session.py).
 """
 
-import os
-import queue
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 import zmq
 from google.protobuf.message import Message
 
 from kilburn.config import MemmgrConfig
 from kilburn.errors import KilburnError, StartError
-from kilburn.limits import HEARTBEAT_INTERVAL_SECONDS, MAX_QUOTAS, PEER_TIMEOUT_SECONDS, PROTOCOL
+from kilburn.limits import HEARTBEAT_INTERVAL_SECONDS, MAX_QUOTAS
 from kilburn.log import Logger
 from kilburn.v1 import engine_pb2 as engine
 from kilburn.wire.hub import Hub, Incoming
@@ -25,19 +22,13 @@ from memmgr.core.events import NO_BLOCK, STARTED, Record
 from memmgr.core.quotas import Quota
 from memmgr.core.table import MemoryCounters
 from memmgr.events import EventLog
+from memmgr.gateways import Gateways
 from memmgr.journal.recording import Journal
-from memmgr.messages import MessageError, check_hello, read_submit, token_batches
-from memmgr.schedule.plans import EndCode, Limits, RequestEnd
-from memmgr.schedule.scheduler import ScheduleCounters
+from memmgr.messages import MessageError, check_hello
+from memmgr.questions import AnswerT, Questions
+from memmgr.schedule.counters import ScheduleCounters
+from memmgr.schedule.plans import EndCode, Limits
 from memmgr.session import Session, StepTotals, Totals
-
-AnswerT = TypeVar("AnswerT")
-
-#: Questions waiting for the loop. A step takes milliseconds; whoever finds the queue full asks again.
-MAX_QUESTIONS: Final = 256
-
-#: Questions answered between two steps, so that a flood of them can't hold the steps up.
-_QUESTIONS_AT_ONCE: Final = 16
 
 #: How long the loop sleeps where nothing comes, in milliseconds: half a heartbeat's interval.
 _POLL_MS: Final = int(HEARTBEAT_INTERVAL_SECONDS * 500)
@@ -47,23 +38,12 @@ _STEP_TOKENS_CPU: Final = 256
 _STEP_TOKENS_GPU: Final = 2048
 
 
-class EngineBusyError(Exception):
-    """Too many questions wait already."""
-
-
 class TooManyQuotasError(KilburnError):
     """As many tenants as may have a quota have one."""
 
 
-@dataclass(slots=True)
-class _Gateway:
-    attempt: int
-    heard: float
-    spoke: float
-
-
 class Engine:
-    """See the module. `ask` may be called from any thread, all else belongs to the thread that calls `run`."""
+    """See the module. `ask` and `stop` may be called from any thread, all else belongs to the one that calls `run`."""
 
     def __init__(
         self,
@@ -87,26 +67,23 @@ class Engine:
         self._config = config
         self._log = log
         self._journal = journal
-        self._gateways = Hub(context, config.gateway_endpoint, incarnation)
+        self._gateways = Gateways(Hub(context, config.gateway_endpoint, incarnation), self.totals.schedule, log)
         try:
             self._executors = Hub(context, config.executor_endpoint, incarnation)
         except StartError:
             self._gateways.close()  # or the context waits for it for ever
             raise
-        self._gateway_states: dict[int, _Gateway] = {}
+        self._questions = Questions()
         self._executor_spoke = 0.0
-        self._reason = "no executor has connected yet"
         self._stopping = False
-        self._questions: queue.Queue[Callable[[], None]] = queue.Queue(MAX_QUESTIONS)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
-        for source in (self._gateways.socket, self._executors.socket, self._wake):
+        for source in (self._gateways.socket, self._executors.socket, self._questions.waker):
             self._poller.register(source, zmq.POLLIN)
 
     @property
     def gateways(self) -> int:
         """How many gateways are connected."""
-        return len(self._gateway_states)
+        return len(self._gateways)
 
     @property
     def fenced(self) -> int:
@@ -127,27 +104,12 @@ class Engine:
         Raises:
             EngineBusyError: too many wait already.
         """
-        answer: Future[AnswerT] = Future()
-
-        def reply() -> None:
-            if not answer.set_running_or_notify_cancel():
-                return  # who asked has stopped waiting; from here on that can't happen
-            try:
-                answer.set_result(question())
-            except BaseException as error:
-                answer.set_exception(error)
-
-        try:
-            self._questions.put_nowait(reply)
-        except queue.Full as error:
-            raise EngineBusyError from error
-        os.eventfd_write(self._wake, 1)
-        return answer
+        return self._questions.ask(question)
 
     def stop(self) -> None:
         """End `run` after its current round. Safe in a signal handler and in any thread."""
         self._stopping = True
-        os.eventfd_write(self._wake, 1)
+        self._questions.wake()
 
     # -------------------------------------------------------------------------------------------------- the loop
 
@@ -166,32 +128,20 @@ class Engine:
             self._executors.send(self.session.incarnation, engine.Goodbye())
         self._lose_executor("the memory manager is stopping", in_order=True)
         self._flush()
-        for gateway in list(self._gateway_states):
-            self._gateways.send(gateway, engine.Goodbye())
+        self._gateways.say_goodbye()
 
     def close(self) -> None:
         """Close the sockets."""
         self._gateways.close()
         self._executors.close()
-        os.close(self._wake)
+        self._questions.close()
 
     def _drain(self) -> None:
         now = time.monotonic()
         for incoming in self._executors.drain():
             self._from_executor(incoming, now)
-        for incoming in self._gateways.drain():
-            self._from_gateway(incoming, now)
-        try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
-            return
-        for _ in range(_QUESTIONS_AT_ONCE):
-            try:
-                reply = self._questions.get_nowait()
-            except queue.Empty:
-                return
-            reply()
-        os.eventfd_write(self._wake, 1)  # the rest after the next step
+        self._gateways.hear(now)
+        self._questions.answer_some()
 
     def _step(self, now: float) -> None:
         session = self.session
@@ -207,11 +157,8 @@ class Engine:
 
     def _flush(self) -> None:
         """Send each gateway all that is new for it."""
-        if self.session is None:
-            return
-        now = time.monotonic()
-        for gateway, batch in token_batches(self.session.scheduler.take_events()).items():
-            self._tell_gateway(gateway, batch, now)
+        if self.session is not None:
+            self._gateways.tell_events(self.session.scheduler.take_events(), time.monotonic())
 
     def _watch(self, now: float) -> None:
         """Notice who fell silent, and speak to whom nothing was said for a while."""
@@ -222,11 +169,7 @@ class Engine:
                 self._lose_executor(reason)
             elif now - self._executor_spoke > HEARTBEAT_INTERVAL_SECONDS:
                 self._tell_executor(self.session, engine.Heartbeat(), now)
-        for incarnation, state in list(self._gateway_states.items()):
-            if now - state.heard > PEER_TIMEOUT_SECONDS:
-                self._lose_gateway(incarnation, f"silent for {PEER_TIMEOUT_SECONDS} seconds")
-            elif now - state.spoke > HEARTBEAT_INTERVAL_SECONDS:
-                self._tell_gateway(incarnation, engine.Heartbeat(), now)
+        self._gateways.watch(now)
 
     # ---------------------------------------------------------------------------------------------- the executor
 
@@ -294,7 +237,7 @@ class Engine:
         )
         if self.session.cut_floors:
             self._log.warning("the pool is too small for all that is guaranteed", tenants=self.session.cut_floors)
-        self._tell_all_gateways(now)
+        self._gateways.serve(self.session, now)
 
     def _limits(self, hello: engine.ExecutorHello) -> Limits:
         automatic = _STEP_TOKENS_CPU if hello.model.device == "cpu" else _STEP_TOKENS_GPU
@@ -329,8 +272,7 @@ class Engine:
         self._flush()
         self.take_events()
         self.session = None
-        self._reason = reason
-        self._tell_all_gateways(time.monotonic())
+        self._gateways.suspend(reason, time.monotonic())
 
     def inspect(self, answer: "Future[tuple[int, list[str]]]") -> None:
         """Ask the executor for its view; `answer` gets (checks, faults)."""
@@ -359,100 +301,3 @@ class Engine:
         self.quotas.pop(quota.tenant, None)
         if not quota.empty:
             self.quotas[quota.tenant] = quota
-
-    # ---------------------------------------------------------------------------------------------- the gateways
-
-    def _from_gateway(self, incoming: Incoming, now: float) -> None:
-        body, gateway = incoming.body, incoming.incarnation
-        if incoming.is_hello:
-            if isinstance(body, engine.GatewayHello):
-                self._meet_gateway(incoming, body, now)
-            return
-        state = self._gateway_states.get(gateway)
-        if state is None:
-            return
-        state.heard = now
-        if isinstance(body, engine.Submit):
-            self._submit(gateway, body, now)
-        elif isinstance(body, engine.Goodbye):
-            self._lose_gateway(gateway, "the gateway has stopped", in_order=True)
-        elif self.session is None:
-            return
-        elif isinstance(body, engine.Cancel):
-            self.session.scheduler.cancel((gateway, body.handle), EndCode.CANCELLED, "the call has ended", now)
-        elif isinstance(body, engine.Finish):
-            self.session.scheduler.finish((gateway, body.handle), body.index, body.output_tokens, now)
-
-    def _meet_gateway(self, incoming: Incoming, hello: engine.GatewayHello, now: float) -> None:
-        reason = ""
-        if hello.protocol != PROTOCOL:
-            reason = f"the gateway speaks protocol {hello.protocol}, the memory manager {PROTOCOL}: start one version"
-        if reason:
-            self._log.error("gateway refused", reason=reason)
-            self._gateways.refuse(incoming, reason)
-            return
-        known = self._gateway_states.get(incoming.incarnation)
-        if known is not None and known.attempt != hello.attempt:
-            self._lose_gateway(incoming.incarnation, "it has said hello anew")
-        if self._gateways.welcome(incoming):
-            self._log.info("gateway connected")
-            self._gateway_states[incoming.incarnation] = _Gateway(hello.attempt, heard=now, spoke=now)
-            self._tell_gateway(incoming.incarnation, self._model_state(), now)
-        elif incoming.incarnation in self._gateway_states:
-            self._lose_gateway(incoming.incarnation, "it has gone")
-
-    def _submit(self, gateway: int, submit: engine.Submit, now: float) -> None:
-        key = (gateway, submit.handle)
-        if self.session is None:
-            self._refuse(gateway, RequestEnd(key, EndCode.UNAVAILABLE, f"{self._reason}; try again"), now)
-            return
-        deadline = float("inf")
-        if submit.deadline_unix_seconds:
-            deadline = now + submit.deadline_unix_seconds - time.time()
-        try:
-            submission = read_submit(submit, gateway, self.session.model.vocab_size, deadline)
-        except MessageError as error:
-            self._refuse(gateway, RequestEnd(key, EndCode.INVALID, str(error)), now)
-            return
-        if not self.session.scheduler.submit(submission, now):
-            self._log.error("a gateway used a handle twice", gateway=gateway, handle=submit.handle)
-            self._lose_gateway(gateway, "it used a handle twice")
-
-    def _refuse(self, gateway: int, end: RequestEnd, now: float) -> None:
-        self.totals.schedule.rejected_requests += 1
-        self._tell_gateway(gateway, token_batches([end])[gateway], now)
-
-    def _model_state(self) -> engine.ModelState:
-        if self.session is None:
-            return engine.ModelState(serving=False, reason=self._reason)
-        limits = self.session.scheduler.limits
-        return engine.ModelState(
-            serving=True, model=self.session.model, max_waiting=limits.max_waiting, max_running=limits.max_running
-        )
-
-    def _tell_all_gateways(self, now: float) -> None:
-        for gateway in list(self._gateway_states):
-            self._tell_gateway(gateway, self._model_state(), now)
-
-    def _tell_gateway(self, gateway: int, body: Message, now: float) -> None:
-        state = self._gateway_states.get(gateway)
-        if state is None:
-            return
-        state.spoke = now
-        if not self._gateways.send(gateway, body):
-            self._lose_gateway(gateway, "it has gone, or does not read what it is sent")
-
-    def _lose_gateway(self, gateway: int, reason: str, *, in_order: bool = False) -> None:
-        """End all requests of a gateway: nobody reads them any more. `in_order`: it has stopped as it should."""
-        if in_order:
-            self._log.info("gateway left", reason=reason)
-        else:
-            self._log.warning("gateway lost", reason=reason)
-        del self._gateway_states[gateway]
-        self._gateways.drop(gateway)
-        if self.session is None:
-            return
-        scheduler = self.session.scheduler
-        for request in (*scheduler.running, *scheduler.waiting):
-            if request.submission.key[0] == gateway:
-                scheduler.cancel(request.submission.key, EndCode.CANCELLED, reason, time.monotonic())

@@ -28,8 +28,9 @@ from memmgr.core.table import MemoryCounters
 from memmgr.journal.journaled import memory_of
 from memmgr.journal.recording import Journal
 from memmgr.messages import MessageError, read_result, step_plan
+from memmgr.schedule.counters import ScheduleCounters
 from memmgr.schedule.plans import Limits, PlannedSample
-from memmgr.schedule.scheduler import ScheduleCounters, Scheduler
+from memmgr.schedule.scheduler import Scheduler
 
 #: Plans out at once: the executor has the next one when it ends a step, and a token's fate is known one step later at the most.
 MAX_PLANS_IN_FLIGHT: Final = 2

@@ -3,13 +3,41 @@
 All running beams are of one length and ride in the same plans, where the budget allows it. Once each has its choices, and nothing
 of them is under way, the search moves them: a beam's first child stays in its lane, every other takes over the lane of a beam
 that died, by a fork. So beams share all but their latest tokens, and a lane keeps its slot.
+
+Knows searches, sequences and tables; not plans, nor how a request ends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from memmgr.core.memory import Memory
 from memmgr.schedule.plans import Event, FinishReason, NewToken, SequenceEnd
 from memmgr.schedule.requests import Request, Sequence, State
+
+
+class Searches:
+    """The requests whose search has had news since the last plan, in the order of the news."""
+
+    __slots__ = ("_due",)
+
+    def __init__(self) -> None:
+        self._due: dict[Request, None] = {}
+
+    def note(self, request: Request) -> None:
+        """Take note that something has come for a search."""
+        self._due[request] = None
+
+    def clear(self) -> None:
+        """Forget what has come."""
+        self._due.clear()
+
+    def move(self, memory: Memory) -> Iterator[Request]:
+        """Make a step of each search that has all that it needs; yield who is over: to be ended before the next one moves."""
+        due, self._due = self._due, {}
+        for request in due:
+            if can_move(request) and not move(request, memory):
+                yield request
 
 
 def can_move(request: Request) -> bool:

@@ -26,6 +26,7 @@ after it.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Final
 
@@ -214,6 +215,29 @@ class Request:
         """What the trunk computes before anything else of the request can run: all that it knows, where it is alone."""
         live = self.live
         return live[0].tokens if len(live) == 1 else self.submission.prompt
+
+    def check_invariants(self, in_flight: Mapping[Sequence, int]) -> int:
+        """Check the lengths of a live request's sequences, of which so many plans are out. Returns how many checks were made.
+
+        Raises:
+            AssertionError: one does not hold.
+        """
+        checks, search = 6, self.search
+        assert self.live, "a request without a sequence"
+        if search is not None:
+            checks += search.check_invariants()
+            for lane in search.running:
+                assert self.sequences[lane].tokens[self.prompt_length :] == search.tokens(lane), "a beam is in another lane"
+        for sequence in self.live:
+            assert sequence.in_flight == in_flight.get(sequence, 0)
+            assert sequence.outputs <= sequence.outputs_promised <= self.max_outputs
+            assert sequence.outputs_promised - sequence.outputs <= sequence.in_flight
+            if self.state is State.RUNNING:
+                assert (sequence.table is not None) == (self.forked or sequence is self.trunk)
+            if sequence.table is not None:
+                assert sequence.table.planned <= sequence.promised
+                assert len(sequence.told) <= len(sequence.table.blocks)
+        return checks
 
 
 def _search(submission: Submission, max_outputs: int) -> BeamSearch | None:

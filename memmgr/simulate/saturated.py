@@ -27,9 +27,10 @@ from typing import Final, Protocol
 
 from memmgr.core.lineage import root_hash
 from memmgr.core.table import MemoryCounters, Table
+from memmgr.schedule.counters import ScheduleCounters
 from memmgr.schedule.plans import EndCode, Limits, Plan, RequestEnd, Sampled, Submission
 from memmgr.schedule.requests import Sequence
-from memmgr.schedule.scheduler import ScheduleCounters, Scheduler
+from memmgr.schedule.scheduler import Scheduler
 from memmgr.simulate.beams import Parents, answers
 from memmgr.simulate.buddy import rounded
 from memmgr.simulate.policies import CountingMemory, Policy, ReservingMemory, reservation

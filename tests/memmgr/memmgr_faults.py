@@ -23,6 +23,12 @@ _TENANTS: Final = "memmgr/schedule/tenants.py"
 _ADMISSION: Final = "memmgr/schedule/admission.py"
 _PINS: Final = "memmgr/core/pins.py"
 _SCHEDULER: Final = "memmgr/schedule/scheduler.py"
+_ADMITTING: Final = "memmgr/schedule/admitting.py"
+_DRAFTS: Final = "memmgr/schedule/drafts.py"
+_PLANNING: Final = "memmgr/schedule/planning.py"
+_RESULTS: Final = "memmgr/schedule/results.py"
+_OUTPUTS: Final = "memmgr/schedule/outputs.py"
+_QUEUES: Final = "memmgr/schedule/queues.py"
 _REQUESTS: Final = "memmgr/schedule/requests.py"
 _FORMING: Final = "memmgr/schedule/forming.py"
 _SLOTS: Final = "memmgr/schedule/slots.py"
@@ -280,18 +286,18 @@ FAULTS: Final = (
     ),
     Fault(
         "what may be no numbers is found: after its release",
-        _SCHEDULER,
-        "self.memory.distrust_cached(sequence.lineage, sequence.tokens)",
+        _RESULTS,
+        "self._memory.distrust_cached(sequence.lineage, sequence.tokens)",
         "pass",
     ),
     # ------------------------------------------------------------------------------------------------------- scheduler
     Fault("the first in rank is preempted", _TENANTS, "return running[-1]", "return running[0]"),
-    Fault("one comes back before its last token has", _SCHEDULER, "if request.in_flight:  #", "if False:  #"),
+    Fault("one comes back before its last token has", _ADMITTING, "if request.in_flight:  #", "if False:  #"),
     Fault(
         "a preempted one loses its seniority",
-        _SCHEDULER,
-        "        insort(self._waiting, request, key=_rank)\n\n    def _expire",
-        "        self._waiting.append(request)\n\n    def _expire",
+        _QUEUES,
+        "        request.state = State.WAITING\n        insort(self.waiting, request, key=_rank)\n",
+        "        request.state = State.WAITING\n        self.waiting.append(request)\n",
     ),
     Fault("another's blocks are given away", _SIZES, "    return owed\n", "    return {}\n"),
     Fault(
@@ -300,9 +306,14 @@ FAULTS: Final = (
         "return branch_blocks(live, memory) + blocks_after(",
         "return blocks_after(",
     ),
-    Fault("a handle is taken twice", _SCHEDULER, "if submission.key in self._requests:", "if False:"),
-    Fault("a request id is taken twice", _SCHEDULER, "if name in self._names:", "if False:"),
-    Fault("what is out when the executor dies stays out", _SCHEDULER, "        self._in_flight.clear()\n", ""),
+    Fault("a handle is taken twice", _SCHEDULER, "if submission.key in self._registry:", "if False:"),
+    Fault(
+        "a request id is taken twice",
+        _SCHEDULER,
+        "if self._registry.find(submission.tenant, submission.request_id)",
+        "if None",
+    ),
+    Fault("what is out when the executor dies stays out", _SCHEDULER, "        self._results.clear()\n", ""),
     Fault(
         "a Finish of what is yet to come is believed",
         _SCHEDULER,
@@ -311,22 +322,22 @@ FAULTS: Final = (
     ),
     Fault(
         "a sequence that has ended goes on",
-        _SCHEDULER,
+        _OUTPUTS,
         "        if sequence.ended:\n            return\n        request = sequence.request\n",
         "        request = sequence.request\n",
     ),
-    Fault("a stop token is not noticed", _SCHEDULER, "if result.token in submission.stop_token_ids:", "if False:"),
+    Fault("a stop token is not noticed", _OUTPUTS, "if result.token in submission.stop_token_ids:", "if False:"),
     Fault(
         "one token too many",
-        _SCHEDULER,
+        _OUTPUTS,
         "elif sequence.outputs == request.max_outputs:",
         "elif sequence.outputs > request.max_outputs:",
     ),
     Fault(
         "a leader that leaves keeps its followers",
-        _SCHEDULER,
-        "self._rejoin(self._forming.leave(sequence))",
-        "self._forming.leave(sequence)",
+        _QUEUES,
+        "self.join(self.forming.leave(sequence))",
+        "self.forming.leave(sequence)",
     ),
     Fault(
         "one waits for the block of its last token",
@@ -343,7 +354,7 @@ FAULTS: Final = (
     ),
     Fault(
         "the prompt is sampled twice",
-        _SCHEDULER,
+        _PLANNING,
         "one.outputs_promised += request.search is None",
         "one.outputs_promised += len(sampled) > 1",
     ),
@@ -372,11 +383,11 @@ FAULTS: Final = (
     ),
     Fault(
         "a swapped table that is not wanted leaks",
-        _SCHEDULER,
+        _QUEUES,
         "            self._swap.drop_swapped(sequence.key)\n",
         "            pass\n",
     ),
-    Fault("what was planned and has not left goes out", _SCHEDULER, "sequence.table.planned - count", "sequence.table.planned"),
+    Fault("what was planned and has not left goes out", _DRAFTS, "sequence.table.planned - count", "sequence.table.planned"),
     Fault(
         "what comes in is not told",
         _SWAP,

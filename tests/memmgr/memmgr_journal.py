@@ -23,7 +23,8 @@ from memmgr.journal.files import Frames, JournalFile
 from memmgr.journal.journaled import JournaledMemory, memory_of
 from memmgr.journal.reading import entries
 from memmgr.journal.recording import Journal
-from memmgr.journal.replaying import Replay, Summary, replay
+from memmgr.journal.replaying import Replay, replay
+from memmgr.journal.summary import Summary
 
 
 def open_journal(path: Path) -> Journal:

@@ -5,8 +5,8 @@ from typing import Any
 from kilburn.limits import PROTOCOL
 from kilburn.v1 import engine_pb2 as engine
 from memmgr.core.table import MemoryCounters
+from memmgr.schedule.counters import ScheduleCounters
 from memmgr.schedule.plans import Limits
-from memmgr.schedule.scheduler import ScheduleCounters
 from memmgr.session import Session, StepTotals, Totals
 
 VOCABULARY = 100

@@ -19,6 +19,7 @@ from memmgr.core.lineage import root_hash
 from memmgr.core.swap import SwappingMemory
 from memmgr.core.table import MemoryCounters
 from memmgr.schedule.beams import Choice
+from memmgr.schedule.counters import ScheduleCounters
 from memmgr.schedule.plans import (
     EndCode,
     FinishReason,
@@ -32,7 +33,7 @@ from memmgr.schedule.plans import (
     SequenceEnd,
     Submission,
 )
-from memmgr.schedule.scheduler import ScheduleCounters, Scheduler
+from memmgr.schedule.scheduler import Scheduler
 
 #: As in memmgr/session.py.
 MOST_IN_FLIGHT: Final = 2

@@ -15,7 +15,7 @@ from kilburn.limits import EXECUTOR_STALL_SECONDS, PEER_TIMEOUT_SECONDS, PROTOCO
 from kilburn.v1 import engine_pb2 as engine
 from kilburn.v1 import inference_pb2 as inference
 from kilburn.wire.envelope import Conversation, parse
-from memmgr.engine import MAX_QUESTIONS, EngineBusyError
+from memmgr.questions import MAX_QUESTIONS, EngineBusyError
 from memmgr.schedule.plans import RequestKey
 from tests.memmgr.conftest import House
 from tests.memmgr.memmgr_messages import VOCABULARY, hello, sampling, submit

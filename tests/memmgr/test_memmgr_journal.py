@@ -26,8 +26,8 @@ from memmgr.core.swap import HostBlocks, SwappingMemory
 from memmgr.core.table import MemoryCounters
 from memmgr.journal import recording
 from memmgr.journal.journaled import JournaledMemory, JournaledPins, memory_of
+from memmgr.schedule.counters import ScheduleCounters
 from memmgr.schedule.plans import EndCode, Limits
-from memmgr.schedule.scheduler import ScheduleCounters
 from memmgr.session import Session, StepTotals, Totals
 from tests.memmgr.memmgr_journal import grow, open_journal, replayed, state_of, write_small
 from tests.memmgr.memmgr_messages import hello

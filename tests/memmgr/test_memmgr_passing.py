@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from memmgr.schedule.admission import is_small, margin
+from memmgr.schedule.admitting import MAX_LOOKED_BEHIND, MAX_PASSES
 from memmgr.schedule.requests import State
-from memmgr.schedule.scheduler import MAX_LOOKED_BEHIND, MAX_PASSES
 from tests.memmgr.memmgr_world import World, answer
 
 

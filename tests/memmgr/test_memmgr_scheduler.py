@@ -735,7 +735,7 @@ def test_deadlines_of_ended_requests_do_not_pile_up() -> None:
         key = world.submit([1], 1, deadline=1e9)
         world.run()
         world.check_answer(key)
-    assert len(world.scheduler._deadlines) <= 5
+    assert len(world.scheduler._registry._deadlines) <= 5
 
 
 def test_everything_ends_where_the_executor_is_lost() -> None:

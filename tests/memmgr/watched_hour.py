@@ -31,8 +31,9 @@ from memmgr.dumps import Dump
 from memmgr.engine import Engine
 from memmgr.events import EventLog, read_page
 from memmgr.schedule.beams import Choice
+from memmgr.schedule.counters import ScheduleCounters
 from memmgr.schedule.plans import EndCode, Limits, Plan, RequestEnd, RequestKey, Sampled, Submission
-from memmgr.schedule.scheduler import ScheduleCounters, Scheduler
+from memmgr.schedule.scheduler import Scheduler
 from memmgr.views import PAGE_BYTES, block_pages, snapshot_blocks
 from tests.memmgr.memmgr_rebuild import Rebuilt
 
