@@ -1,61 +1,37 @@
 """Beam search through all three processes, against that of `transformers`: ids equal, scores within 1e-5, float32."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kilburn.v1 import inference_pb2 as api
-from tests.e2e.beam_oracle import EXPECTED_BEAMS, NEW_TOKENS, PROMPTS, WIDTHS, Beam, search
+from tests.e2e.beam_oracle import NEW_TOKENS, PROMPTS, WIDTHS, search
+from tests.e2e.beams import DEFAULT_EOS, ask_beams, compare, read_expected_searches
 from tests.e2e.calls import ask
-from tests.e2e.system import Flag, Instance, System
+from tests.e2e.system import Flag, System
 
 pytestmark = pytest.mark.processes
 
-SCORE_TOLERANCE = 1e-5
-DEFAULT_EOS = 2  # of the default model
-
-EXPECTED: list[dict[str, Any]] = json.loads(EXPECTED_BEAMS.read_text(encoding="utf-8"))["searches"]
-
-
-def ask_beams(system: Instance, prompt: Sequence[int], width: int, tokens: int, **rest: Any) -> list[api.GenerateResponse]:
-    """Return all hypotheses of a search, each as one message."""
-    request = api.GenerateRequest(
-        token_ids=api.TokenIds(ids=prompt), stopping=api.Stopping(max_tokens=tokens), n=width, beam_width=width, **rest
-    )
-    whole = [api.GenerateResponse() for _ in range(width)]
-    for response in system.client.generate(request, 300):
-        assert response.offset == len(whole[response.index].token_ids)
-        whole[response.index].MergeFrom(response)
-    return whole
-
-
-def compare(found: Sequence[api.GenerateResponse], beams: Sequence[Beam], eos: int) -> None:
-    assert [tuple(answer.token_ids) for answer in found] == [beam.ids for beam in beams]
-    assert [answer.score for answer in found] == pytest.approx([beam.score for beam in beams], abs=SCORE_TOLERANCE, rel=1e-6)
-    for answer in found:
-        ended = answer.token_ids[-1] == eos
-        assert answer.finish_reason == (api.FINISH_REASON_EOS if ended else api.FINISH_REASON_LENGTH)
-
 
 def test_the_expected_searches_are_those_that_are_asked_for() -> None:
-    assert len(EXPECTED) == PROMPTS * len(WIDTHS)
-    assert all(len(row["beams"]) == row["width"] for row in EXPECTED)
-    assert all(len(beam["ids"]) <= NEW_TOKENS for row in EXPECTED for beam in row["beams"])
-    assert any(len(beam["ids"]) < NEW_TOKENS for row in EXPECTED for beam in row["beams"]), "no beam ends early"
+    expected = read_expected_searches()
+    assert len(expected) == PROMPTS * len(WIDTHS)
+    assert all(len(row.beams) == row.width for row in expected)
+    assert all(len(beam.ids) <= NEW_TOKENS for row in expected for beam in row.beams)
+    assert any(len(beam.ids) < NEW_TOKENS for row in expected for beam in row.beams), "no beam ends early"
 
 
 @pytest.mark.model
 def test_beams_of_the_default_model(ample: System) -> None:
     """The ten prompts with two beams and, all at once, three of them with each width."""
-    chosen = [row for row in EXPECTED if row["width"] == 2] + EXPECTED[: 3 * len(WIDTHS)]
+    expected = read_expected_searches()
+    chosen = [row for row in expected if row.width == 2] + expected[: 3 * len(WIDTHS)]
     with ThreadPoolExecutor(len(chosen)) as threads:
-        answers = list(threads.map(lambda row: ask_beams(ample, row["prompt_ids"], row["width"], NEW_TOKENS), chosen))
+        answers = list(threads.map(lambda row: ask_beams(ample, row.prompt_ids, row.width, NEW_TOKENS), chosen))
     for row, found in zip(chosen, answers, strict=True):
-        compare(found, [Beam(tuple(beam["ids"]), beam["score"]) for beam in row["beams"]], DEFAULT_EOS)
+        compare(found, row.beams, DEFAULT_EOS)
 
 
 @pytest.fixture(scope="module")
