@@ -21,11 +21,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from mypy_extensions import mypyc_attr
+
 from memmgr.core import events
 from memmgr.core.events import Record
 from memmgr.core.lineage import Lineage
 from memmgr.core.memory import Memory
-from memmgr.core.table import MemoryCounters, StepMemory, Table
+from memmgr.core.table import DEFAULT_ORDER, EvictionOrder, MemoryCounters, StepMemory, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class SwapIn:
 class SwappedTable:
     """One sequence's content on the host: host block i holds its tokens i * size .. (i + 1) * size - 1, `planned` in all."""
 
-    owner: object
+    owner: Hashable
     lineage: Lineage
     blocks: tuple[int, ...]
     planned: int
@@ -115,6 +117,7 @@ class HostBlocks:
         return self.total + 3
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SwappingMemory(Memory):
     """See the module: a Memory with `host_blocks` blocks on the host."""
 
@@ -127,8 +130,9 @@ class SwappingMemory(Memory):
         counters: MemoryCounters,
         records: list[Record] | None = None,
         host_blocks: int = 0,
+        order: EvictionOrder = DEFAULT_ORDER,
     ) -> None:
-        super().__init__(total_blocks, block_size, prefix_cache=prefix_cache, counters=counters, records=records)
+        super().__init__(total_blocks, block_size, prefix_cache=prefix_cache, counters=counters, records=records, order=order)
         self.host: Final = HostBlocks(host_blocks)
         self._swapped: dict[Hashable, SwappedTable] = {}
         self._outs: dict[int, int] = {}  # host block -> the block that it is filled from
@@ -140,9 +144,14 @@ class SwappingMemory(Memory):
         return self._swapped
 
     def plan_swap_out(self, lengths: Mapping[Hashable, int]) -> SwapOut | None:
-        """Decide whether tables can go to the host, each with its first so many tokens: those of plans that have left."""
+        """Decide whether tables can go to the host, each with its first so many tokens: those of plans that have left.
+
+        Not in the step in which they come: what goes out is read before anything is brought in, and before copies of that.
+        """
         blocks = {block for key, length in lengths.items() for block in self._tables[key].blocks[: self.blocks_for(length)]}
         if not blocks or len(blocks) > self.host.free:
+            return None
+        if self._ins and any(self._copies.get(block, block) in self._ins for block in blocks):
             return None
         return SwapOut(lengths)
 

@@ -361,7 +361,7 @@ FAULTS: Final = (
     # ------------------------------------------------------------------------------------------------------------ swap
     Fault("a shared block goes to the host twice", _SWAP, "if block in places:", "if False:"),
     Fault("a shared block comes back twice", _SWAP, "if place in places:", "if False:"),
-    Fault("what waits for its copy goes out before it is there", _SWAP, "self._copies.get(block, block)", "block"),
+    Fault("what waits for its copy goes out before it is there", _SWAP, "= self._copies.get(block, block)", "= block"),
     Fault(
         "a host block is given out in the step that reads it", _SWAP, "self._leaving.append(block)", "self._free.append(block)"
     ),
@@ -369,6 +369,13 @@ FAULTS: Final = (
         "a swapped table comes back in the step in which it leaves", _SWAP, "if any(place in self._outs", "if False and any(True"
     ),
     Fault("more goes to the host than fits", _SWAP, "len(blocks) > self.host.free", "len(blocks) > self.host.total"),
+    Fault("what arrives leaves in the same step", _SWAP, "        if self._ins and any(", "        if False and any("),
+    Fault(
+        "what is copied from what arrives leaves in the same step",
+        _SWAP,
+        "any(self._copies.get(block, block) in self._ins",
+        "any(block in self._ins",
+    ),
     Fault(
         "what comes back finds more than it had",
         _SWAP,

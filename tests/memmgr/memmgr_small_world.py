@@ -127,7 +127,7 @@ class World:
             for prompt in range(len(PROMPTS)):
                 yield "admit", free_key, prompt
         arriving = {key for key, table in memory.tables.items() if not memory._ins.keys().isdisjoint(table.blocks)}
-        going = tuple(key for *_, key in self._rows() if key not in arriving and self.sequences[key].sent)
+        going = tuple(key for *_, key in self._rows() if self.sequences[key].sent)
         for keys in {(key,) for key in going} | ({going} if going else set()):
             yield "swap_out", keys
         for keys in self.swapped:

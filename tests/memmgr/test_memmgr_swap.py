@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Hashable
 
 import pytest
 
@@ -223,3 +224,34 @@ def test_beams_wait_on_the_host_too() -> None:
     world.check_idle()
     assert world.memory.counters.swapped_in_blocks > 0
     assert world.scheduler.counters.recomputed_tokens == 0
+
+
+def test_what_arrives_does_not_leave_in_the_same_step_nor_what_is_copied_from_it() -> None:
+    """What goes out is read before anything is brought in."""
+    memory = SwappingMemory(8, 2, prefix_cache=False, counters=MemoryCounters(), host_blocks=8)
+    lineage, tokens = Lineage(root_hash("model", "tenant", ""), "tenant"), array("I", [5, 6])
+    admission = memory.plan_admission(lineage, tokens[:1], 0)
+    assert admission is not None
+    table = memory.admit("one", lineage, admission)
+    growth = memory.plan_growth(table, 1)
+    assert growth is not None
+    memory.grow(growth)
+    memory.end_step()
+    memory.acknowledge(table, 1, tokens)
+    memory.fork("one", "two")
+    both: dict[Hashable, array[int]] = {"one": tokens[:1], "two": tokens[:1]}
+    out = memory.plan_swap_out({"one": 1, "two": 1})
+    assert out is not None
+    memory.swap_out(out, both)
+    memory.end_step()
+    back = memory.plan_swap_in(["one", "two"], both, 2)
+    assert back is not None
+    tables = memory.swap_in(back)
+    growth = memory.plan_growth(tables["two"], 1)
+    assert growth is not None
+    assert growth.clone
+    memory.grow(growth)
+    assert memory.plan_swap_out({"one": 1}) is None
+    assert memory.plan_swap_out({"two": 2}) is None
+    memory.end_step()
+    assert memory.plan_swap_out({"two": 2}) is not None
