@@ -33,6 +33,7 @@ from benchmarks.figure import Bar, stacked_bars
 from benchmarks.sharing import Begin, Saving
 from cli.simulated import progress, show_reports
 from memmgr.core.memory import Memory
+from memmgr.core.table import DEFAULT_ORDER
 from memmgr.simulate.eviction import BriefFrequencyMemory, FrequencyMemory, RecencyMemory, bound, segmented, unbounded
 from memmgr.simulate.policies import Policy
 from memmgr.simulate.prefixes import Prompt, cache, granule, prompts_of
@@ -71,7 +72,7 @@ _SEGMENTS: Final[Orders] = {
     "half, 1": segmented(0.5, 1),
     "half, 4": segmented(0.5, 4),
     "80 %, 4": segmented(0.8, 4),
-    f"{Memory.proven_share:.0%}, {Memory.ghosts}".replace("%", " %"): Memory,
+    f"{DEFAULT_ORDER.proven_share:.0%}, {DEFAULT_ORDER.names}".replace("%", " %"): Memory,
 }
 
 #: An entry of a block table, as kernels read it.

@@ -270,6 +270,8 @@ class BlockPool:
 
     def favour(self, blocks: Iterable[int]) -> None:
         """Take note that live blocks have proven their use: once they are cached they go after those that have not."""
+        if not self._most_proven:
+            return
         favoured = self._favoured
         for block in blocks:
             favoured[block] = 1

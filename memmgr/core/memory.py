@@ -27,7 +27,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, Final
+from typing import Final
+
+from mypy_extensions import mypyc_attr
 
 from memmgr.core import events
 from memmgr.core.blocks import BlockPool, BlockState
@@ -37,22 +39,20 @@ from memmgr.core.lineage import Lineage, block_hash, pieces_of
 from memmgr.core.pins import Pins
 from memmgr.core.prefix import Match, Node, PrefixIndex
 from memmgr.core.quotas import Quotas
-from memmgr.core.table import Admission, Growth, MemoryCounters, StepMemory, Table
+from memmgr.core.table import DEFAULT_ORDER, Admission, EvictionOrder, Growth, MemoryCounters, StepMemory, Table
 
 #: Names of evicted blocks that are remembered at most, whatever the size of the pool: some 150 bytes each.
 MAX_GHOSTS: Final = 1 << 20
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Memory:
     """See the module. Where `prefix_cache` is off, nothing is shared but by `fork`, and nothing is kept.
 
     A block that an admission uses has proven its use, and so has one whose content was evicted lately and is computed again: the
-    names of what was evicted are remembered for a while. `proven_share` of the pool is for these (see BlockPool), `ghosts` names
+    names of what was evicted are remembered for a while. A share of the pool is for these (see BlockPool), and so many names
     are remembered for each block.
     """
-
-    proven_share: ClassVar[float] = 0.3
-    ghosts: ClassVar[int] = 4
 
     def __init__(
         self,
@@ -62,11 +62,12 @@ class Memory:
         prefix_cache: bool,
         counters: MemoryCounters,
         records: list[Record] | None = None,
+        order: EvictionOrder = DEFAULT_ORDER,
     ) -> None:
         self.block_size: Final = block_size
         self.prefix_cache: Final = prefix_cache
         self.counters: Final = counters  # perhaps of more pools than this one, one after another
-        self.pool: Final = BlockPool(total_blocks, int(total_blocks * self.proven_share))
+        self.pool: Final = BlockPool(total_blocks, int(total_blocks * order.proven_share))
         self.index: Final = PrefixIndex(total_blocks, block_size)
         self.pins: Final = self._new_pins(records)
         self.quotas: Final = Quotas(total_blocks)
@@ -77,7 +78,7 @@ class Memory:
         self._held: dict[int, list[object]] = {}  # source -> the owners of references held for the copies of this step
         self._freed: list[int] = []
         self._planning = False  # tables have grown since the last step ended
-        self._evicted = EvictedNames(min(self.ghosts * total_blocks, MAX_GHOSTS))
+        self._evicted = EvictedNames(min(order.names * total_blocks, MAX_GHOSTS))
 
     def _new_pins(self, records: list[Record] | None) -> Pins:
         return Pins(self.pool, self.index, records)

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from mypy_extensions import mypyc_attr
+
 from memmgr.core import events
 from memmgr.core.blocks import BlockPool
 from memmgr.core.events import Record, Unindexed
@@ -30,6 +32,7 @@ class Pin:
     expires_at: float
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Pins:
     """See the module."""
 

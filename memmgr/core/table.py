@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from memmgr.core.lineage import Lineage
 from memmgr.core.prefix import Match, Node
+
+
+class EvictionOrder(NamedTuple):
+    """How much a proven use counts: see Memory. `RECENCY`: nothing."""
+
+    proven_share: float  # of the pool
+    names: int  # of evicted blocks, for each block of the pool
+
+
+#: What a memory evicts by where nothing else is said.
+DEFAULT_ORDER: Final = EvictionOrder(0.3, 4)
+RECENCY: Final = EvictionOrder(0.0, 0)
 
 
 @dataclass(slots=True)
@@ -34,7 +46,7 @@ class Table:
     """
 
     key: Hashable
-    owner: object
+    owner: Hashable
     lineage: Lineage
     blocks: list[int] = field(default_factory=list)
     planned: int = 0

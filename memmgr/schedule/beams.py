@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from typing import Final
+from typing import Any, Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Choice:
 
     token: int
     logprob: float
-    detail: object = None
+    detail: Any = None
 
 
 @dataclass(frozen=True, slots=True)

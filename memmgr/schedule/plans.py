@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 from memmgr.core.table import StepMemory
 from memmgr.schedule.beams import Choice
@@ -66,7 +67,7 @@ class Submission:
     tenant: str
     request_id: str
     prompt: array[int]
-    sampling: object
+    sampling: Any
     max_tokens: int
     stop_token_ids: frozenset[int]
     samples: int = 1
@@ -132,7 +133,7 @@ class Sampled:
 
     token: int
     failed: bool = False
-    logprob: object = None
+    logprob: Any = None
     choices: tuple[Choice, ...] = ()  # the most likely first
 
 
@@ -144,7 +145,7 @@ class NewToken:
     index: int
     offset: int
     token: int
-    logprob: object
+    logprob: Any
 
 
 @dataclass(frozen=True, slots=True)

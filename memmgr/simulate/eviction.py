@@ -20,7 +20,7 @@ from typing import ClassVar, Final
 
 from memmgr.core.blocks import BlockState
 from memmgr.core.memory import Memory
-from memmgr.core.table import MemoryCounters
+from memmgr.core.table import RECENCY, EvictionOrder, MemoryCounters
 from memmgr.simulate.prefixes import Hits, Prompt
 
 #: The mean time until a block is used again is over about so many uses: longer than bursts, shorter than a day.
@@ -33,16 +33,17 @@ _MIN_STALE: Final = 64
 class RecencyMemory(Memory):
     """A memory that evicts by recency alone."""
 
-    proven_share: ClassVar[float] = 0.0
-    ghosts: ClassVar[int] = 0
+    def __init__(self, total_blocks: int, block_size: int, *, prefix_cache: bool, counters: MemoryCounters) -> None:
+        super().__init__(total_blocks, block_size, prefix_cache=prefix_cache, counters=counters, order=RECENCY)
 
 
 def segmented(share: float, names: int) -> type[Memory]:
     """Return the core's memory with another share of the pool for what has proven its use, and other names for each block."""
 
     class SegmentedMemory(Memory):
-        proven_share: ClassVar[float] = share
-        ghosts: ClassVar[int] = names
+        def __init__(self, total_blocks: int, block_size: int, *, prefix_cache: bool, counters: MemoryCounters) -> None:
+            order = EvictionOrder(share, names)
+            super().__init__(total_blocks, block_size, prefix_cache=prefix_cache, counters=counters, order=order)
 
     return SegmentedMemory
 

@@ -68,6 +68,9 @@ class JournaledMachine(MemoryMachine):
 
     def new_memory(self, total: int, size: int, *, prefix_cache: bool) -> SwappingMemory:
         if not hasattr(self, "path"):  # else the executor was lost and there is another pool
+            # A replay takes the default order of eviction, the machine's model is one of recency.
+            self.by_recency = pytest.MonkeyPatch()
+            self.by_recency.setattr(BlockPool, "favour", lambda pool, blocks: None)
             self.folder = tempfile.TemporaryDirectory()
             self.path = Path(self.folder.name) / "journal"
             self.journal = open_journal(self.path)
@@ -77,6 +80,8 @@ class JournaledMachine(MemoryMachine):
         try:
             self.replay()
         finally:
+            if hasattr(self, "by_recency"):
+                self.by_recency.undo()
             super().teardown()
 
     def replay(self) -> None:

@@ -15,15 +15,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from memmgr.core.blocks import BlockPool, BlockState
+from memmgr.core.blocks import BlockState
 from memmgr.core.lineage import Lineage, block_hash, root_hash
 from memmgr.core.quotas import Quota
 from memmgr.core.swap import SwappingMemory
-from memmgr.core.table import MemoryCounters
+from memmgr.core.table import RECENCY, MemoryCounters
 
 EXAMPLES = int(os.environ.get("KILBURN_EXAMPLES", "500"))
 TENANTS = ["tenant", "other"]
@@ -80,14 +79,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def begin(self, total: int, size: int, prefix_cache: bool, places: int) -> None:
         self.size, self.total, self.prefix_cache, self.places = size, total, prefix_cache, places
         self.counters = MemoryCounters()
-        # The model's order of eviction is that of recency; blocks that have proven their use are in the small world.
-        self.by_recency = pytest.MonkeyPatch()
-        self.by_recency.setattr(BlockPool, "favour", lambda pool, blocks: None)
         self.begin_empty()
-
-    def teardown(self) -> None:
-        if hasattr(self, "by_recency"):
-            self.by_recency.undo()
 
     def begin_empty(self) -> None:
         """An executor says hello."""
@@ -109,7 +101,10 @@ class MemoryMachine(RuleBasedStateMachine):
         self.clock = 0.0
 
     def new_memory(self, total: int, size: int, *, prefix_cache: bool) -> SwappingMemory:
-        return SwappingMemory(total, size, prefix_cache=prefix_cache, counters=self.counters, host_blocks=self.places)
+        """Evicts by recency, as the model does; blocks that have proven their use are in the small world."""
+        return SwappingMemory(
+            total, size, prefix_cache=prefix_cache, counters=self.counters, host_blocks=self.places, order=RECENCY
+        )
 
     # ------------------------------------------------------------------------------------------------- the rules
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 
 from memmgr.core.memory import Memory
-from memmgr.core.table import MemoryCounters
+from memmgr.core.table import DEFAULT_ORDER, MemoryCounters
 from memmgr.simulate import saturated
 from memmgr.simulate.eviction import RecencyMemory, unbounded
 from memmgr.simulate.policies import Policy, reservation
@@ -255,7 +255,7 @@ def naive_hits_of_the_core(prompts: Iterable[Prompt], capacity: int) -> list[int
             proven = [run for run in proven if run]
             favoured.discard(gone)
             younger.add(gone)
-            if len(younger) == Memory.ghosts * capacity // 2:
+            if len(younger) == DEFAULT_ORDER.names * capacity // 2:
                 older, younger = younger, set()
         for name in chain[hits:]:
             if name not in younger | older:
@@ -264,7 +264,7 @@ def naive_hits_of_the_core(prompts: Iterable[Prompt], capacity: int) -> list[int
             favoured.add(name)
         fresh += [name for name in reversed(chain) if name not in favoured]
         proven.append([name for name in reversed(chain) if name in favoured])
-        while sum(map(len, proven)) > int(capacity * Memory.proven_share):
+        while sum(map(len, proven)) > int(capacity * DEFAULT_ORDER.proven_share):
             run = proven.pop(0)
             fresh += run
             favoured -= set(run)
