@@ -5,14 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROTOS := $(wildcard protos/kilburn/v1/*.proto)
+COMPILED := memmgr/compiled/sources.sha256
 
 # Where it is set, each process compiles torch and transformers anew: four seconds more for each start of an executor.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test exact prove faults check proto clean
+.PHONY: help setup compile demo test exact prove faults check proto clean
 
 help:
 	@echo "make setup   install into .venv"
+	@echo "make compile compile memmgr's core anew where its sources have changed"
 	@echo "make demo    run the default model and ask it something"
 	@echo "make test    the tests"
 	@echo "make exact   the full comparison with transformers (long)"
@@ -30,15 +32,22 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP)
+# Where there is no C compiler it says so, and memmgr is interpreted.
+compile: $(COMPILED)
+
+$(COMPILED): deploy/compile.py $(wildcard memmgr/core/*.py memmgr/schedule/*.py) | $(STAMP)
+	@echo "compiling memmgr's core; it takes a minute"
+	-@$(BIN)/python deploy/compile.py
+
+demo: $(COMPILED)
 	$(BIN)/python -m cli.demo
 
 # The default model is made first, so that no test waits for it; tests/conftest.py puts the quick tests before the others.
-test: $(STAMP)
+test: $(COMPILED)
 	$(BIN)/python -m cli fetch
 	$(BIN)/python -m pytest
 
-exact: $(STAMP)
+exact: $(COMPILED)
 	$(BIN)/python -m tests.e2e.exact
 
 prove: $(STAMP)
@@ -48,7 +57,7 @@ faults: $(STAMP)
 	$(BIN)/python -m tests.memmgr.plant
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) memmgr/compiled/*.so memmgr/compiled/*/ $(COMPILED) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
 proto: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=protos \

@@ -15,6 +15,7 @@ from kilburn.config import MemmgrConfig
 from kilburn.wire.endpoints import check_endpoint, ipc_folder, lock, private_dir, publish_address
 from kilburn.wire.envelope import new_incarnation
 from memmgr.admin import AdminServer
+from memmgr.compiled import why_interpreted
 from memmgr.engine import Engine
 from memmgr.journal.files import JournalFile
 from memmgr.journal.recording import Journal
@@ -33,6 +34,8 @@ def run(config: MemmgrConfig) -> None:
         StartError: the runtime folder, an endpoint, the admin address or the journal can't be used.
     """
     logger = log.configure(config.log, "memmgr")
+    if why := why_interpreted():
+        logger.warning("the core is interpreted, at half its speed", why=why)
     private_dir(config.runtime_dir)
     for endpoint in (config.gateway_endpoint, config.executor_endpoint):
         private_dir(ipc_folder(check_endpoint(endpoint)))
@@ -73,7 +76,7 @@ def _serve(config: MemmgrConfig, context: "zmq.Context[zmq.Socket[bytes]]", logg
     try:
         address = server.start()
         published = publish_address(config.runtime_dir, "admin", str(address))
-        logger.info("memmgr serves", admin=str(address), incarnation=f"{engine.incarnation:016x}")
+        logger.info("memmgr serves", admin=str(address), incarnation=f"{engine.incarnation:016x}", compiled=not why_interpreted())
         engine.run()
         logger.info("memmgr ends")
     finally:

@@ -5,6 +5,7 @@ interpreted, which only costs time; KILBURN_INTERPRETED=1 asks for it.
 """
 
 import os
+from functools import cache
 from importlib import import_module
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -14,20 +15,17 @@ from memmgr.compiled.sources import PARTS, STAMP, digest, sources
 
 _FOLDER: Final = Path(__file__).parent
 
-#: Why the sources are interpreted; empty where they are not.
-why_interpreted = ""
-
 
 def use() -> None:
     """Have the compiled modules imported instead of the sources, where that is possible. Before any of them is imported."""
-    global why_interpreted
-    why_interpreted = _why_not()
-    if not why_interpreted:
+    if not why_interpreted():
         for part in PARTS:
             import_module(f"memmgr.{part}").__path__.insert(0, str(_FOLDER / part))
 
 
-def _why_not() -> str:
+@cache
+def why_interpreted() -> str:
+    """Return why the sources are interpreted in this process; empty: they are not."""
     if os.environ.get("KILBURN_INTERPRETED"):
         return "KILBURN_INTERPRETED is set"
     package = _FOLDER.parent
