@@ -24,7 +24,7 @@ anew. So a whole table enters or leaves the order at the cost of one write for e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from itertools import chain
 from typing import Final
@@ -84,7 +84,7 @@ class BlockPool:
         self._fresh = Segment()
         self._proven = Segment()
         self._most_proven: Final = proven
-        self._favoured: Final = bytearray(total)
+        self._favoured: Final = [False] * total
 
     @property
     def free(self) -> int:
@@ -160,7 +160,7 @@ class BlockPool:
         self.live += 1
         return True
 
-    def share_all(self, blocks: Sequence[int], *, favour: bool = False) -> int:
+    def share_all(self, blocks: list[int], *, favour: bool = False) -> int:
         """Add a reference to each of some blocks, live or cached, and favour them; return how many were cached."""
         references, run_of = self.references, self._run_of
         runs = [run_of[block] for block in blocks]
@@ -212,7 +212,7 @@ class BlockPool:
         self.live -= 1
         return True
 
-    def drop_all(self, blocks: list[int], of_use: Sequence[object | None], now: float) -> list[int]:
+    def drop_all(self, blocks: list[int], of_use: list[bytes | None], now: float) -> list[int]:
         """Take a reference from each of some blocks, in their order; what is `of_use` becomes cached with the last one.
 
         Returns those whose last reference went and which are of no use: the caller must `release` them at once.
@@ -268,13 +268,13 @@ class BlockPool:
                     self.keep(block, now)
         return useless
 
-    def favour(self, blocks: Iterable[int]) -> None:
+    def favour(self, blocks: list[int]) -> None:
         """Take note that live blocks have proven their use: once they are cached they go after those that have not."""
         if not self._most_proven:
             return
         favoured = self._favoured
         for block in blocks:
-            favoured[block] = 1
+            favoured[block] = True
 
     def _demote(self) -> None:
         """Move what the second segment has too much of to the end of the first."""
@@ -283,7 +283,7 @@ class BlockPool:
             run, _ = proven.runs.popitem(last=False)
             for block in run.blocks[run.first :]:
                 if self._run_of[block] is run:
-                    self._favoured[block] = 0
+                    self._favoured[block] = False
             proven.held -= run.held
             fresh.held += run.held
             run.segment = fresh
@@ -330,15 +330,15 @@ class BlockPool:
         if self._run_of[block] is not None:
             self._leave(block)
             self.cached -= 1
-        self._favoured[block] = 0
+        self._favoured[block] = False
         self._stamps[block] = now
         self._free.append(block)
 
-    def release_dropped(self, blocks: Sequence[int], now: float) -> None:
+    def release_dropped(self, blocks: list[int], now: float) -> None:
         """Make blocks whose last reference was dropped just now, and which are not pinned, free ones."""
         favoured, stamps = self._favoured, self._stamps
         for block in blocks:
-            favoured[block] = 0
+            favoured[block] = False
             stamps[block] = now
         self._free += blocks
 
@@ -348,7 +348,7 @@ class BlockPool:
         blocks = list(self.eviction_order())
         for block in blocks:
             self._run_of[block] = None
-            self._favoured[block] = 0
+            self._favoured[block] = False
             self._stamps[block] = now
         self._fresh, self._proven = Segment(), Segment()
         self._free += blocks
@@ -376,7 +376,7 @@ class BlockPool:
         assert run is not None
         for block in blocks:
             run_of[block] = None
-            self._favoured[block] = 0
+            self._favoured[block] = False
             references[block] = 1
             generations[block] += 1
         if run.whole and run.blocks[run.first] == blocks[0]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 
@@ -29,7 +28,7 @@ class EvictedNames:
         """All of them, the older generation first."""
         return (*self._older, *self._younger)
 
-    def add(self, names: Sequence[bytes]) -> None:
+    def add(self, names: list[bytes]) -> None:
         """Remember names of what is evicted now, in their order."""
         if len(self._younger) + len(names) < self._half:
             self._younger.update(dict.fromkeys(names))

@@ -25,7 +25,7 @@ text or tensors.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -158,7 +158,7 @@ class Memory:
             self.index.note_hits(blocks)
         if match.tail_tokens:
             self._share(match.tail, owner)
-            self.index.note_hits((match.tail,))
+            self.index.note_hits([match.tail])
             blocks.append(self._clone(match.tail, owner))
             self.counters.partial_copies += 1
         self._planning = True
@@ -238,7 +238,7 @@ class Memory:
         full, rest = divmod(table.computed, size)
         if keep_tail and self.prefix_cache and rest and full == table.committed and self._is_settled(table.blocks[full]):
             piece = tokens[full * size : table.computed].tobytes()
-            self._index(table, full, [block_hash(table.lineage.parent(full), piece)], [piece])
+            self._index(table, full, [block_hash(table.lineage.parent(full), piece)], (piece,))
         self._drop_all(table.blocks[::-1], table.owner)
 
     def distrust(self, table: Table) -> None:
@@ -322,7 +322,7 @@ class Memory:
         """Whether one sequence alone holds a block, and its content is there already."""
         return not self._is_shared(block) and block not in self._copies
 
-    def _index(self, table: Table, first: int, names: Sequence[bytes], pieces: Sequence[bytes]) -> Node | None:
+    def _index(self, table: Table, first: int, names: list[bytes], pieces: tuple[bytes, ...]) -> Node | None:
         """Offer a table's blocks from `first` on to the index; return the node that stands for the last one's content there."""
         lineage, index = table.lineage, self.index
         blocks = table.blocks[first : first + len(names)]
@@ -341,7 +341,7 @@ class Memory:
                     self._records.append((events.INDEXED, block, table.owner, entry))
         return node
 
-    def _favour_those_back(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+    def _favour_those_back(self, blocks: list[int], names: list[bytes]) -> None:
         """Favour those of a chain's blocks whose content was evicted lately, up to the first whose was not.
 
         A chain is evicted from its end, so that its first blocks are remembered the longest: of a prompt that comes once, one
@@ -397,7 +397,7 @@ class Memory:
         if self._records is not None:
             self._records.append((events.SHARED, block, owner, None))
 
-    def _share_all(self, blocks: Sequence[int], owner: object, *, favour: bool = False) -> None:
+    def _share_all(self, blocks: list[int], owner: object, *, favour: bool = False) -> None:
         """Add a reference to each of some blocks, which are all of one tenant, and favour them."""
         if revived := self.pool.share_all(blocks, favour=favour):
             self.quotas.charge_again(blocks[0], revived)

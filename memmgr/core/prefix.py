@@ -14,7 +14,7 @@ Knows tokens and block numbers; not references, tables or the order of eviction.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from memmgr.core.forest import NONE, Forest, Nodes
@@ -95,7 +95,7 @@ class PrefixIndex:
         """Return the hash under which a block is known, or None where it is not in the index."""
         return self.hashes[block]
 
-    def names_of(self, blocks: Sequence[int]) -> list[bytes]:
+    def names_of(self, blocks: list[int]) -> list[bytes]:
         """Return the hash under which each of some indexed blocks is known."""
         hashes = self.hashes
         return [hashes[block] or b"" for block in blocks]
@@ -200,7 +200,7 @@ class PrefixIndex:
                 return blocks[:logical]
         return blocks
 
-    def note_hits(self, blocks: Sequence[int]) -> None:
+    def note_hits(self, blocks: list[int]) -> None:
         """Take note that an admission uses some blocks."""
         hits = self.hits
         for block in blocks:
@@ -213,13 +213,13 @@ class PrefixIndex:
         stays out of the index. None: `block` could not be found, because `above` is gone or other content has taken its name.
         """
         assert self.hashes[block] is None, f"block {block} is in the index already"
-        return self.insert_chain((block,), (name,), (tokens,), above, root, tenant)
+        return self.insert_chain([block], [name], (tokens,), above, root, tenant)
 
     def insert_chain(
         self,
-        blocks: Sequence[int],
-        names: Sequence[bytes],
-        pieces: Sequence[bytes],
+        blocks: list[int],
+        names: list[bytes],
+        pieces: tuple[bytes, ...],
         above: Node | None,
         root: bytes,
         tenant: str,
@@ -291,7 +291,7 @@ class PrefixIndex:
             self._forget(known)
         return doomed
 
-    def remove_leaves(self, blocks: Sequence[int]) -> int:
+    def remove_leaves(self, blocks: list[int]) -> int:
         """Forget blocks up to the first that something stands on; return how many that were."""
         hashes, known_tokens, parents, known_above = self.hashes, self._tokens, self._parents, self._above
         first_child, next_sibling, previous_sibling = self._first_child, self._next_sibling, self._previous_sibling

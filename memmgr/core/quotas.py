@@ -19,7 +19,7 @@ Every operation costs the same however many blocks and tenants there are. Knows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -140,7 +140,7 @@ class Quotas:
         self._tenants[block] = tenant
         self._use(tenant, 1)
 
-    def charge_all(self, blocks: Sequence[int], tenant: str) -> None:
+    def charge_all(self, blocks: list[int], tenant: str) -> None:
         """Take note that some blocks are live, and whose they are."""
         for block in blocks:
             self._tenants[block] = tenant

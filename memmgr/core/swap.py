@@ -223,7 +223,7 @@ class SwappingMemory(Memory):
         tables: dict[Hashable, Table] = {}
         for key, cached in swap.cached.items():
             swapped = self._swapped[key]
-            self._share_all(cached, swapped.owner)  # all of them, before anything is given out and evicts one
+            self._share_all(list(cached), swapped.owner)  # all of them, before anything is given out and evicts one
             node = self.index.node(cached[-1]) if cached else None
             tables[key] = Table(
                 key,
@@ -240,7 +240,7 @@ class SwappingMemory(Memory):
             swapped = self._swapped.pop(key)
             for place in swapped.blocks[len(table.blocks) :]:
                 if place in places:
-                    self._share_all((places[place],), table.owner)
+                    self._share(places[place], table.owner)
                 else:
                     places[place] = self._bring_in(place, table)
                 table.blocks.append(places[place])

@@ -211,7 +211,7 @@ FAULTS: Final = (
     Fault(
         "what was moved on counts as favoured",
         _BLOCKS,
-        "                    self._favoured[block] = 0\n",
+        "                    self._favoured[block] = False\n",
         "                    pass\n",
     ),
     Fault("what comes back is not known again", _MEMORY, "            back.append(block)\n", ""),

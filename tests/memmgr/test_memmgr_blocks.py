@@ -151,7 +151,7 @@ def test_many_at_once_become_what_they_do_one_by_one(
     total: int, useless: set[int], operations: list[tuple[str, list[int], bool]]
 ) -> None:
     many, single = BlockPool(total), BlockPool(total)
-    of_use = [None if block in useless else "content" for block in range(total)]
+    of_use = [None if block in useless else b"content" for block in range(total)]
     now = 0.0
     for operation, numbers, later in operations:
         now += later
@@ -204,10 +204,10 @@ def test_what_left_a_run_is_forgotten_in_time() -> None:
     """A prefix that is used again and again leaves no more entries behind than there are cached blocks."""
     pool = BlockPool(8)
     blocks = pool.take_some(8)
-    assert pool.drop_all(blocks, ["content"] * 8, 0.0) == []
+    assert pool.drop_all(blocks, [b"content"] * 8, 0.0) == []
     for now in range(100):
         pool.share_all(blocks[:3])
-        assert pool.drop_all(blocks[:3], ["content"] * 8, float(now)) == []
+        assert pool.drop_all(blocks[:3], [b"content"] * 8, float(now)) == []
         pool.check_invariants()
     assert list(pool.eviction_order()) == [*blocks[3:], *blocks[:3]]
     assert pool.release_all(100.0) == [*blocks[3:], *blocks[:3]]

@@ -7,7 +7,7 @@ import re
 import resource
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from struct import pack
@@ -114,7 +114,7 @@ def test_a_core_that_forgets_a_reference_is_found_at_the_operation(
     operations = [kind for kind in kinds if kind not in {"run", "pool", "clock", "end"}]
     drop_all = BlockPool.drop_all
 
-    def forgets(pool: BlockPool, blocks: list[int], of_use: Sequence[object | None], now: float) -> list[int]:
+    def forgets(pool: BlockPool, blocks: list[int], of_use: list[bytes | None], now: float) -> list[int]:
         return drop_all(pool, blocks[1:], of_use, now)
 
     monkeypatch.setattr(BlockPool, "drop_all", forgets)

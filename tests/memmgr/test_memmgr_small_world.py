@@ -5,8 +5,6 @@ Here as deep as some seconds allow; `make prove` goes to eight operations from e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from memmgr.core.blocks import BlockPool
@@ -63,7 +61,7 @@ def test_a_fault_is_told_with_the_operations_that_show_it(monkeypatch: pytest.Mo
 def test_a_lost_block_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     share_all = BlockPool.share_all
 
-    def share_one_twice(pool: BlockPool, blocks: Sequence[int], *, favour: bool = False) -> int:
+    def share_one_twice(pool: BlockPool, blocks: list[int], *, favour: bool = False) -> int:
         for block in blocks[-1:]:
             pool.references[block] += 1
         return share_all(pool, blocks, favour=favour)
