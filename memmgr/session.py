@@ -103,6 +103,8 @@ class Session:
         self.attempt: Final = hello.attempt
         self.model: Final = hello.model
         self.totals: Final = totals
+        gc.unfreeze()
+        gc.collect()  # what the last session left would be frozen with this one's pool, and be kept for ever
         new_memory = SwappingMemory if journal is None else partial(memory_of, journal)
         memory = new_memory(
             hello.model.total_blocks,

@@ -248,7 +248,7 @@ def block_pages(snapshot: BlocksSnapshot, state: int, min_references: int) -> It
                 depth=part.depths[offset] if name else 0,
                 pinned=pinned,
                 tenant=held_by[0].tenant if held_by else part.tenants[offset] if name else "",
-                idle_seconds=0.0 if references else snapshot.now - part.stamps[offset],
+                idle_seconds=0.0 if references or not part.generations[offset] else snapshot.now - part.stamps[offset],
                 holders=[f"{holder.tenant}/{holder.request_id}/{holder.index}" for holder in held_by],
                 generation=part.generations[offset],
             )

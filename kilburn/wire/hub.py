@@ -65,6 +65,9 @@ class Hub:
         """Make the sender of a hello a peer, and say so to it. False: there are too many, or it is gone again."""
         if incoming.incarnation not in self._routes and len(self._routes) >= _MAX_PEERS:
             return self.refuse(incoming, f"memmgr serves at most {_MAX_PEERS} peers of this kind")
+        known = self._conversations.get(incoming.route)
+        if known is not None and known.peer != incoming.incarnation:
+            return self.refuse(incoming, "this connection is another peer's")
         if self._routes.get(incoming.incarnation) != incoming.route:
             self.drop(incoming.incarnation)
             self._routes[incoming.incarnation] = incoming.route

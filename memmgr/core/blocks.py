@@ -278,16 +278,21 @@ class BlockPool:
 
     def _demote(self) -> None:
         """Move what the second segment has too much of to the end of the first."""
-        fresh, proven = self._fresh, self._proven
-        while proven.held > self._most_proven:
-            run, _ = proven.runs.popitem(last=False)
-            for block in run.blocks[run.first :]:
-                if self._run_of[block] is run:
-                    self._favoured[block] = False
-            proven.held -= run.held
-            fresh.held += run.held
-            run.segment = fresh
-            fresh.runs[run] = None
+        proven, run_of = self._proven, self._run_of
+        while (excess := proven.held - self._most_proven) > 0:
+            run = next(iter(proven.runs))
+            moved: list[int] = []
+            while run.first < len(run.blocks) and len(moved) < excess:
+                block = run.blocks[run.first]
+                run.first += 1
+                if run_of[block] is run:
+                    moved.append(block)
+            later = self._fresh.last = Run(run.at, self._fresh, [])
+            for block in moved:
+                run_of[block] = later
+                self._favoured[block] = False
+            self._let_go(run, len(moved))
+            self._fresh.append(later, moved)
 
     def keep(self, block: int, now: float) -> None:
         """Make a block whose last reference was dropped a cached one, the last in the order of eviction."""

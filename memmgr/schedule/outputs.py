@@ -70,8 +70,8 @@ class Outputs:
                 queues.release(sequence)
         else:
             queues.drop_swapped(sequence)
-            # Where it was the trunk, and nothing had forked, there is nothing to bring back.
-            request.swapped = request.swapped and request.forked
+            # Where nothing had forked, the trunk alone has something there: with it there is nothing to bring back.
+            request.swapped = request.swapped and (request.forked or sequence is not request.trunk)
         sequence.ended = True
 
     def conclude(self, request: Request, now: float) -> None:

@@ -94,8 +94,11 @@ class Queues:
     def arrived(self, leader: Sequence, blocks: int) -> None:
         """Put those back who waited for a leader's first `blocks` blocks, which are in the pool."""
         self.join(self.forming.arrived(leader, blocks))
-        request = leader.request
-        if not self.forming.leads(leader) and request.priority != request.submission.priority:
+        self._lower(leader.request)
+
+    def _lower(self, request: Request) -> None:
+        """Take back the priority to which a running request was raised, once it leads nobody."""
+        if request.priority != request.submission.priority and not any(self.forming.leads(one) for one in request.live):
             self._set_priority(request, request.submission.priority)
 
     def _set_priority(self, request: Request, priority: int) -> None:
@@ -139,6 +142,7 @@ class Queues:
         """Take slot and memory from one sequence of a running request."""
         if self.forming.leads(sequence):
             self.join(self.forming.leave(sequence))
+            self._lower(sequence.request)
         if sequence.table is not None:
             self._memory.release(sequence.key, sequence.tokens)
             sequence.table = None

@@ -243,3 +243,20 @@ def test_an_endpoint_that_can_not_be_bound(context: Context, tmp_path: Path) -> 
 def test_the_path_goes_with_the_hub(context: Context, tmp_path: Path) -> None:
     Hub(context, f"ipc://{tmp_path}/x.sock", MEMMGR).close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_connection_is_one_peers_at_a_time(context: Context, endpoint: str, hub: Hub) -> None:
+    socket = dealer(context.socket(zmq.DEALER), endpoint)
+    for incarnation in 1, 2:
+        socket.send(Conversation(incarnation).seal(GatewayHello(protocol=1)))
+    first, second = gather(hub.drain, 2)
+    assert hub.welcome(first)
+    assert not hub.welcome(second)
+    assert hub.peers == {1}
+    assert hub.send(1, Heartbeat())
+    bodies = [body_of(parse(socket.recv())) for _ in range(3)]
+    assert [body.refusal for body in bodies[:2] if isinstance(body, Welcome)] == ["", "this connection is another peer's"]
+    hub.drop(1)
+    assert hub.welcome(second)
+    assert hub.peers == {2}
+    socket.close(0)

@@ -269,10 +269,19 @@ def test_what_is_given_out_again_has_to_prove_its_use_again() -> None:
 def test_what_was_moved_on_has_to_prove_its_use_again() -> None:
     pool = BlockPool(8, proven=2)
     moved = cached(pool, 3, 1.0, favoured=True)
-    assert pool.share_all(moved[:2]) == 2
-    assert pool.drop_all(moved[1::-1], [b"name"] * 8, 2.0) == []
+    assert list(pool.eviction_order()) == moved[::-1]
+    assert pool.share(moved[2])
+    assert pool.drop_all(moved[2:], [b"name"] * 8, 2.0) == []
     other = cached(pool, 1, 3.0)
-    assert list(pool.eviction_order()) == [moved[2], moved[1], moved[0], *other]
+    assert list(pool.eviction_order()) == [moved[2], *other, moved[1], moved[0]]
+
+
+def test_a_long_table_moves_on_only_what_is_beyond_the_part_of_the_pool() -> None:
+    pool = BlockPool(16, proven=4)
+    short = cached(pool, 2, 1.0, favoured=True)
+    long = cached(pool, 5, 2.0, favoured=True)
+    once = cached(pool, 1, 3.0)
+    assert list(pool.eviction_order()) == [*short[::-1], long[4], *once, *long[3::-1]]
 
 
 def test_what_an_admission_shares_has_proven_its_use() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memmgr.schedule.admission import is_small, margin
 from memmgr.schedule.admitting import MAX_LOOKED_BEHIND, MAX_PASSES
+from memmgr.schedule.drafts import Draft
 from memmgr.schedule.requests import State
 from tests.memmgr.memmgr_world import World, answer
 
@@ -111,3 +112,24 @@ def test_small_is_half_of_what_waits() -> None:
     assert not is_small(two_halves, big)
     assert not is_small(more, big)
     assert big.state is State.WAITING
+
+
+def test_a_raised_priority_ends_with_the_sample_that_leads() -> None:
+    """It came back, was raised by who waits for its prompt, and a stop string ends its trunk before the prompt is there."""
+    world = World(blocks=64, block_size=2, max_running=6, max_step_tokens=32, context_length=64)
+    wished = world.submit(range(1, 13), max_tokens=14, samples=2, priority=5)
+    for _ in range(3):
+        world.step()
+    request = world.scheduler.find("tenant", "request-1")
+    assert request is not None
+    Draft(32, world.memory, None, world.scheduler._queues, world.scheduler.counters)._preempt(request)
+    world.memory.flush()
+    world.plan()
+    follower = world.submit([*range(1, 13), 40], max_tokens=3, priority=0)
+    world.plan()
+    assert request.priority == 0
+    world.scheduler.finish(wished, 0, len(world.clients[wished].outputs[0]), world.now)
+    assert request.priority == 5
+    world.scheduler.check_invariants()
+    world.run()
+    assert len(world.clients[follower].outputs[0]) == 3

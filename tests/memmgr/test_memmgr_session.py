@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import Future
 
 import pytest
@@ -255,3 +257,25 @@ def test_what_the_pool_held_is_freed_with_its_session() -> None:
     it.close("the executor has gone")
     counted = it.totals.memory
     assert counted.allocated_blocks == counted.freed_blocks > 0
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["young", "frozen by the session before"])
+def test_what_the_last_session_left_is_collected(frozen: bool) -> None:
+    """A request and its sequences know each other: only a collection finds that they are gone."""
+
+    class Left:
+        me: Left
+
+    left = Left()
+    left.me = left
+    if frozen:
+        gc.freeze()
+    gone = weakref.ref(left)
+    del left
+    gc.disable()
+    try:
+        session()
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    assert gone() is None

@@ -265,9 +265,10 @@ def naive_hits_of_the_core(prompts: Iterable[Prompt], capacity: int) -> list[int
         fresh += [name for name in reversed(chain) if name not in favoured]
         proven.append([name for name in reversed(chain) if name in favoured])
         while sum(map(len, proven)) > int(capacity * DEFAULT_ORDER.proven_share):
-            run = proven.pop(0)
-            fresh += run
-            favoured -= set(run)
+            moved = proven[0].pop(0)
+            proven = [run for run in proven if run]
+            fresh.append(moved)
+            favoured.discard(moved)
         found.append(hits)
     return found
 

@@ -10,6 +10,7 @@ import pytest
 from memmgr.core.lineage import Lineage, root_hash
 from memmgr.core.swap import SwappingMemory
 from memmgr.core.table import MemoryCounters
+from memmgr.schedule.drafts import Draft
 from memmgr.schedule.plans import EndCode
 from memmgr.schedule.requests import State
 from tests.memmgr.memmgr_world import World
@@ -255,3 +256,32 @@ def test_what_arrives_does_not_leave_in_the_same_step_nor_what_is_copied_from_it
     assert memory.plan_swap_out({"two": 2}) is None
     memory.end_step()
     assert memory.plan_swap_out({"two": 2}) is not None
+
+
+def test_a_trunk_on_the_host_is_not_forgotten_when_another_sample_ends() -> None:
+    """Preempted once when the host was full, and once more, to the host, before its prompt was there again."""
+    world = World(blocks=64, block_size=2, max_step_tokens=8, host_blocks=16, prefix_cache=False)
+    wished = world.submit(range(1, 25), 12, samples=2)
+    while len(world.clients[wished].outputs.get(1, [])) < 2:
+        world.step()
+    request = world.scheduler.find("tenant", "request-1")
+    assert request is not None
+    preempt(world, None)
+    world.step()
+    preempt(world, world.memory)
+    assert request.swapped
+    assert not request.forked
+    world.scheduler.finish(wished, 1, 2, world.now)
+    world.scheduler.check_invariants()
+    assert request.swapped
+    world.step()
+    assert not set(world.memory.tables) & set(world.memory.swapped)
+    world.run()
+    assert world.memory.host.used == 0
+    assert len(world.clients[wished].outputs[0]) == 12
+
+
+def preempt(world: World, swap: SwappingMemory | None) -> None:
+    """Preempt the request that runs, as one does that needs its blocks; to the host where `swap` is the memory."""
+    [request] = world.scheduler.running
+    Draft(8, world.memory, swap, world.scheduler._queues, world.scheduler.counters)._preempt(request)
