@@ -39,7 +39,7 @@ def compile_tree(root: Path) -> list[Path]:
     try:
         from mypyc.build import mypycify
         from setuptools import Distribution
-        from setuptools.errors import BaseError
+        from setuptools.errors import BaseError, CCompilerError
     except ImportError as error:
         raise CompileError(f"{error.name} is not installed") from None
     package = root / "memmgr"
@@ -58,8 +58,8 @@ def compile_tree(root: Path) -> list[Path]:
         command.ensure_finalized()
         try:
             command.run()
-        except (BaseError, OSError) as error:
-            raise CompileError(str(error)) from None
+        except (BaseError, CCompilerError, OSError):  # the compiler has said why
+            raise CompileError("a C compiler and Python's headers are needed") from None
         return _put(folder / "lib" / "memmgr", target, known, made_of)
 
 
