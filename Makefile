@@ -22,6 +22,7 @@ help:
 	@echo "make faults  plant faults in the memory manager, one at a time: does a test catch each? (long)"
 	@echo "make check   ruff and mypy"
 	@echo "make proto   generate kilburn/v1 from protos/"
+	@echo "make clean   remove .venv and all that was built; models stay in the cache folder"
 
 setup: $(STAMP)
 

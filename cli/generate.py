@@ -43,7 +43,12 @@ _sampling_options: Final = together(
         help="Draw from the tokens that have this share of the likeliest one's probability at least, 0 to 1; 0: from all. "
         "Default: what the model names, else 0.",
     ),
-    click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Same seed, same tokens. Default: another one each time."),
+    click.option(
+        "--seed",
+        type=click.IntRange(0, 2**64 - 1),
+        help="Same seed, same tokens, where the model runs in float32; in bfloat16 and float16 rounding differs with the batch. "
+        "Default: another one each time.",
+    ),
 )
 
 _many_options: Final = together(

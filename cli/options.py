@@ -29,6 +29,7 @@ from kilburn.config import (
     parse_bytes,
 )
 from kilburn.errors import StartError
+from kilburn.limits import MAX_BLOCK_SIZE
 from kilburn.wire import endpoints
 
 P = ParamSpec("P")
@@ -205,9 +206,14 @@ _RUNTIME_DIR: Final = flag(
 _server_flags: Final = together(
     flag("--model", default=DEFAULT_MODEL, help="A directory, or a hub name."),
     flag("--device", type=Parsed("device", _device), default="auto", help="auto, cpu, cuda or cuda:N."),
-    flag("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", help="Of weights and pool."),
+    flag(
+        "--dtype",
+        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        default="auto",
+        help="Of weights and pool; auto: the model's. Only in float32 is an answer the same in every batch.",
+    ),
     flag("--attention", type=click.Choice(["auto", "triton", "cpu", "reference"]), default="auto", help="The backend."),
-    flag("--block-size", type=Parsed("tokens", _block_size), default="16", help="Tokens a block."),
+    flag("--block-size", type=Parsed("tokens", _block_size), default="16", help=f"Tokens a block, 1 to {MAX_BLOCK_SIZE}."),
     flag("--num-blocks", type=_COUNT, help="Physical blocks; else as many as fit into --kv-memory."),
     flag("--kv-memory", type=Parsed("size", parse_bytes), help="Such as 2GiB; else a share of what is free."),
     flag("--host-blocks", type=click.IntRange(0, _MAX_COUNT), default=0, help="Blocks on the host, for --preemption swap."),
@@ -232,7 +238,7 @@ _server_flags: Final = together(
         "--journal",
         type=Parsed("file", _path),
         help="Record what the memory does, prompts included, for `kilburn replay`. The file grows without limit: by 5 to 8 bytes "
-        "for each token computed, 28 where one request runs alone.",
+        "for each token computed, 28 to 34 where one request runs alone.",
     ),
     flag("--poison", is_flag=True, help="Debug: fill the pool, and every freed block, with NaN."),
     flag("--log-format", type=click.Choice(["console", "json"]), default="console", help="Of the log on standard error."),

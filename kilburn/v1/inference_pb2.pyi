@@ -210,7 +210,10 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """An absent field takes the model's generation_config value where it has one, else the default named here."""
+    """An absent field takes the model's generation_config value where it has one, else the default named here.
+    The same seed gives the same tokens, and so does greedy sampling, where the model runs in float32 (Model.dtype). In bfloat16 and
+    float16 rounding differs with the batch: now and then another token is chosen.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -258,7 +261,7 @@ class Sampling(_message.Message):
     frequency_penalty: _builtins.float
     """[-2, 2], default 0; counts output tokens"""
     seed: _builtins.int
-    """same seed, same tokens: alone, in any batch, after any preemption or crash"""
+    """same seed, same tokens: alone, in any batch, after any preemption or crash; see above"""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """token id -> added to its logit; [-100, 100]"""
