@@ -13,7 +13,7 @@ from memmgr.schedule.sizes import most_outputs
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What would be. Block counts are for whole requests: `worst_case_blocks` with all outputs of all sequences."""
+    """What would be. Block counts are for whole requests: `worst_case_blocks` with all outputs that its sequences can have."""
 
     fits_now: bool
     fits_ever: bool
@@ -34,13 +34,13 @@ def probe(scheduler: Scheduler, tenant: str, salt: str, tokens: array[int], max_
     lineage, running_limit = scheduler.lineage(tenant, salt), memory.quotas.max_running(tenant) or limits.max_running
     size, length = memory.block_size, len(tokens)
     room = limits.context_length - length
-    outputs = max(0, min(room, max_tokens or room))
+    most = most_outputs(tenant, length, sequences, memory, limits)
+    wanted = max(0, min(room, max_tokens or room))
+    outputs = min(wanted, most) if most >= 1 else wanted  # what never fits is told with all that it asks for
     shared = length // size
     of_each = memory.blocks_for(length + outputs) - shared  # the last block of the prompt is each sequence's own in the end
     to_begin = (memory.blocks_for(length + 1) - shared) * (sequences - 1)
-    fits_ever = most_outputs(tenant, length, sequences, memory, limits) >= 1 and sequences <= min(
-        running_limit, limits.max_running
-    )
+    fits_ever = most >= 1 and sequences <= min(running_limit, limits.max_running)
     waiting_ahead = bisect_right(scheduler.waiting, 0, key=lambda request: request.submission.priority)
     if room < 1:
         return Probe(False, False, 0, memory.blocks_for(length), shared + of_each * sequences, (), waiting_ahead)
