@@ -233,7 +233,6 @@ class Operations:
     def _end_step(self, memory: SwappingMemory, _: JournalEntry) -> int:
         check = step_check(memory, memory.end_step())
         self._summary.steps += 1
-        self._summary.evicted_blocks = memory.counters.evicted_blocks
         return check
 
     def _distrust(self, memory: SwappingMemory, entry: JournalEntry) -> None:

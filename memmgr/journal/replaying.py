@@ -83,6 +83,7 @@ class Replay:
 
     def finish(self) -> None:
         """Check once more what the last operation left."""
+        self._count_run()
         if self.memory is None or self._kind == "discard":
             return
         try:
@@ -115,8 +116,14 @@ class Replay:
         summary.killed += summary.runs > 0 and not summary.ended
         summary.runs += 1
         summary.ended = False
-        self._counters = MemoryCounters()
+        self._count_run()
         self.memory = None
+
+    def _count_run(self) -> None:
+        """Add what a run's memories have counted; the next run counts anew."""
+        self.summary.evicted_blocks += self._counters.evicted_blocks
+        self.summary.copied_blocks += self._counters.copied_blocks
+        self._counters = MemoryCounters()
 
     def _begin_pool(self, pool: JournalEntry.Pool) -> None:
         self._close_pool()
@@ -174,7 +181,9 @@ def replay(path: Path, replaying: Replay, advance: Callable[[int], None] = lambd
         except ReplayError:
             raise
         except JournalError as error:
-            raise JournalError(f"{error}, behind operation {summary.operations}") from error
+            raise JournalError(f"{error}, behind operation {summary.operations}" if frames.end else str(error)) from error
+        if not frames.end and not frames.torn_bytes:
+            raise JournalError("no journal: the file is empty")
         summary.torn_bytes = frames.torn_bytes
     replaying.finish()
     return summary

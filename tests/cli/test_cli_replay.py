@@ -97,7 +97,7 @@ def test_a_process_that_was_killed_can_be_replayed_and_the_next_one_goes_on(
     assert started[2].wait(START_SECONDS) == 2
     assert started[2].stderr is not None
     lines = started[2].stderr.read().splitlines()
-    assert lines == [f"kilburn: --journal {path}: another process is writing this journal; name another file"]
+    assert lines[-1:] == [f"kilburn: --journal {path}: another process is writing this journal; name another file"]
     started[1].terminate()
     assert started[1].wait(START_SECONDS) == 0
     working.stop()
@@ -158,8 +158,9 @@ def test_what_is_wrong_is_one_line(path: Path, capsys: pytest.CaptureFixture[str
     path.write_bytes(whole[:100] + b"\0" + whole[101:])
     assert re.fullmatch(rf"{path}: damaged between byte \d+ and \d+, behind operation \d+", complaint(1, str(path)))
     path.write_bytes(b"")
+    assert complaint(1, str(path)) == f"{path}: no journal: the file is empty"
     path.write_text("a shopping list")
-    assert complaint(1, str(path)) == f"{path}: no journal, behind operation 0"
+    assert complaint(1, str(path)) == f"{path}: no journal"
     assert complaint(2, str(path.parent / "none")).endswith("does not exist.")
     assert complaint(2, "/dev/null") == "/dev/null: this is no plain file"
     path.chmod(0)

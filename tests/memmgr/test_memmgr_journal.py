@@ -161,6 +161,8 @@ def test_a_scheduler_under_pressure_is_replayed(seed: int, prefix_cache: bool) -
         assert state_of(replaying.memory) == state_of(world.memory)
         assert summary.steps == world.scheduler.counters.planned_steps
         assert summary.preemptions == world.scheduler.counters.preemptions
+        assert summary.evicted_blocks == world.memory.counters.evicted_blocks
+        assert summary.copied_blocks == world.memory.counters.copied_blocks
 
 
 def test_one_of_everything_is_replayed(path: Path, small: bytes) -> None:
@@ -169,6 +171,36 @@ def test_one_of_everything_is_replayed(path: Path, small: bytes) -> None:
     assert set(summary.kinds) == every
     assert summary.operations == sum(summary.kinds.values())
     assert (summary.bytes, summary.torn_bytes, summary.ended, summary.killed) == (len(small), 0, True, 0)
+
+
+def test_what_was_copied_and_evicted_is_counted_over_all_runs(path: Path) -> None:
+    """A fork that goes on in a shared block is given a copy; then both blocks are evicted for another."""
+    for run in range(1, 4):
+        journal = open_journal(path)
+        memory = memory_of(journal, 2, 2, prefix_cache=True, counters=MemoryCounters(), host_blocks=0)
+        lineage, prompt = Lineage(root_hash("model", "tenant", ""), "tenant"), array("I", [1])
+        admission = memory.plan_admission(lineage, prompt, 0)
+        assert admission is not None
+        memory.admit("a", lineage, admission)
+        grow(memory, "a", 1)
+        memory.end_step()
+        memory.acknowledge(memory.tables["a"], 1, prompt)
+        memory.fork("a", "b")
+        grow(memory, "b", 1)
+        memory.end_step()
+        memory.acknowledge(memory.tables["b"], 2, array("I", [1, 2]))
+        memory.release("a", prompt)
+        memory.release("b", array("I", [1, 2]))
+        memory.end_step()
+        admission = memory.plan_admission(lineage, array("I", [7, 7, 7]), 0)
+        assert admission is not None
+        memory.admit("c", lineage, admission)
+        grow(memory, "c", 3)  # no step ends after it
+        journal.close(ended=True)
+        assert memory.counters.copied_blocks == 1
+        assert memory.counters.evicted_blocks > 0
+        _, summary = replayed(path)
+        assert (summary.copied_blocks, summary.evicted_blocks) == (run, run * memory.counters.evicted_blocks)
 
 
 def test_checking_now_and_then_checks_less_and_still_the_end(path: Path, small: bytes) -> None:
