@@ -8,7 +8,7 @@ from resource import RUSAGE_CHILDREN, getrusage
 import click
 import pytest
 
-from cli.main import kilburn as every_command
+from cli.commands import kilburn as every_command
 from cli.main import main
 from tests.cli.cli_help import ROOT, kilburn
 
@@ -144,7 +144,7 @@ def test_help_is_quick_and_complete() -> None:
 
 
 def test_memmgr_needs_neither_torch_nor_the_other_services() -> None:
-    script = "import sys, cli.main, cli.services, memmgr.service; print(*sys.modules)"
+    script = "import sys, cli.commands, cli.services, memmgr.service; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     assert "memmgr.service" in modules
     assert not {"torch", "transformers", "numpy", "gateway", "executor"} & set(modules)

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from click.testing import CliRunner
 
-from cli.main import kilburn
+from cli.commands import kilburn
 from kilburn.config import Address
 from kilburn.limits import MAX_QUOTAS
 from kilburn.v1 import admin_pb2 as admin
