@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
@@ -18,6 +20,7 @@ from cli.signals import Signals
 from kilburn.config import Address
 from kilburn.errors import StartError
 from kilburn.wire import endpoints
+from tests.cli.cli_help import ROOT, environment
 from tests.cli.test_cli_options import read
 
 # ----------------------------------------------------------------------------------------------- the demonstration
@@ -110,6 +113,53 @@ def test_where_a_server_is_reached(tmp_path: Path) -> None:
     assert ready.listening(Address("127.0.0.1", 5), file) == "127.0.0.1:5"
     with pytest.raises(StartError):
         ready.listening(Address("127.0.0.1", 0), tmp_path / "admin.address")
+
+
+# ---------------------------------------------------------------------------------------------------- supervisord
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_supervisord_logs_as_the_services_do(tmp_path: Path, log_format: str) -> None:
+    """A program that ends with a status that was not expected, and another line of its own."""
+    configuration = tmp_path / "supervisord.conf"
+    configuration.write_text(
+        f"""[supervisord]
+nodaemon = true
+silent = true
+logfile = /dev/stderr
+logfile_maxbytes = 0
+loglevel = warn
+pidfile = {tmp_path}/pid
+minfds = 128
+
+[program:brief]
+command = sh -c "echo '{{""own"": 1}}' >&2; exit 3"
+startsecs = 0
+startretries = 0
+autorestart = false
+exitcodes = 0
+stderr_logfile = /dev/stderr
+stderr_logfile_maxbytes = 0
+"""
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cli.daemon", "-c", str(configuration), *(["-u", "root"] if os.getuid() == 0 else [])],
+        cwd=ROOT,
+        env=environment(KILBURN_LOG_FORMAT=log_format),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    lines = [process.stderr.readline() for _ in range(2)]
+    process.terminate()
+    process.communicate(timeout=30)
+    own, told = sorted(lines, key=lambda line: "exited" in line)
+    assert "own" in own
+    if log_format == "json":
+        assert json.loads(told)["event"] == "exited: brief (exit status 3; not expected)"
+        assert (json.loads(told)["process"], json.loads(told)["level"]) == ("supervisord", "warning")
+    else:
+        assert " WARN exited: brief (exit status 3; not expected)" in told
 
 
 # ------------------------------------------------------------------------------------------------------ leftovers
