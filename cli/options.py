@@ -141,6 +141,46 @@ class Parsed(click.ParamType[object]):
             self.fail(str(error), param, ctx)
 
 
+class WholeRange(click.IntRange):
+    """Whole numbers in a range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:  # noqa: ANN401 - click's
+        """Return the number that the text means."""
+        return super().convert(whole_number(value) if isinstance(value, str) else value, param, ctx)
+
+
+class NumberRange(click.FloatRange):
+    """Numbers in a range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # noqa: ANN401 - click's
+        """Return the number that the text means."""
+        return super().convert(number(value) if isinstance(value, str) else value, param, ctx)
+
+
+def whole_number(text: str) -> int:
+    """Read a whole number.
+
+    Raises:
+        click.BadParameter: it is none.
+    """
+    try:
+        return int(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is no whole number") from error
+
+
+def number(text: str) -> float:
+    """Read a number.
+
+    Raises:
+        click.BadParameter: it is none.
+    """
+    try:
+        return float(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is no number") from error
+
+
 def _device(text: str) -> str:
     if not _DEVICE.fullmatch(text):
         raise StartError(f"{text!r} is no device; write auto, cpu, cuda or cuda:N")
@@ -154,17 +194,23 @@ def _path(text: str) -> Path:
 
 
 def _block_size(text: str) -> int:
-    try:
-        return check_block_size(int(text))
-    except ValueError as error:
-        raise StartError(f"{text!r} is no whole number") from error
+    return check_block_size(whole_number(text))
+
+
+def target(text: str) -> str:
+    """Read where a server is: HOST:PORT, or another of gRPC's forms, which have a slash.
+
+    Raises:
+        StartError: it is neither.
+    """
+    return text if "/" in text else str(parse_address(text))
 
 
 def _endpoint(text: str) -> str:
     return endpoints.check_endpoint(text)
 
 
-_COUNT: Final = click.IntRange(1, _MAX_COUNT)
+_COUNT: Final = WholeRange(1, _MAX_COUNT)
 
 # ---------------------------------------------------------------------------------------------------- the flags
 
@@ -216,7 +262,7 @@ _server_flags: Final = together(
     flag("--block-size", type=Parsed("tokens", _block_size), default="16", help=f"Tokens a block, 1 to {MAX_BLOCK_SIZE}."),
     flag("--num-blocks", type=_COUNT, help="Physical blocks; else as many as fit into --kv-memory."),
     flag("--kv-memory", type=Parsed("size", parse_bytes), help="Such as 2GiB; else a share of what is free."),
-    flag("--host-blocks", type=click.IntRange(0, _MAX_COUNT), default=0, help="Blocks on the host, for --preemption swap."),
+    flag("--host-blocks", type=WholeRange(0, _MAX_COUNT), default=0, help="Blocks on the host, for --preemption swap."),
     flag(
         "--preemption",
         type=click.Choice(["recompute", "swap"]),
@@ -224,7 +270,7 @@ _server_flags: Final = together(
         help="Compute what was preempted again, or let it wait on the host.",
     ),
     flag("--prefix-cache/--no-prefix-cache", default=True, help="Keep and share the blocks of equal prefixes."),
-    flag("--max-model-len", type=click.IntRange(2, _MAX_COUNT), help="Tokens, prompt and output; else the model's."),
+    flag("--max-model-len", type=WholeRange(2, _MAX_COUNT), help="Tokens, prompt and output; else the model's."),
     flag("--max-running", type=_COUNT, default=256, help="Sequences in a step."),
     flag("--max-waiting", type=_COUNT, default=1024, help="Requests in the queue."),
     flag("--max-step-tokens", type=_COUNT, help="The budget of a step; else 2048 on a GPU, 256 on a CPU."),

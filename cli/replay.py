@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from cli.options import WholeRange
 from kilburn.errors import StartError
 
 if TYPE_CHECKING:
@@ -28,14 +29,14 @@ _MOST_BLOCKS: Final = 2**27
 @click.argument("journal", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
     "--check-every",
-    type=click.IntRange(1),
+    type=WholeRange(1),
     default=1,
     show_default=True,
     help="Check the invariants after each so many operations: a check looks at the whole pool.",
 )
 @click.option(
     "--max-blocks",
-    type=click.IntRange(1, _MOST_BLOCKS),
+    type=WholeRange(1, _MOST_BLOCKS),
     default=_MAX_BLOCKS,
     show_default=True,
     help="Replay no pool that is larger: it takes some 100 bytes a block.",

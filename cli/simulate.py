@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from cli.options import Parsed, WholeRange, whole_number
 from kilburn.errors import StartError
 from kilburn.limits import MAX_BLOCK_SIZE, MAX_SAMPLES
 
@@ -33,21 +34,30 @@ _MAX_BLOCKS: Final = 10_000_000
 
 _MAX_COUNT: Final = 2**31 - 1
 
+#: Of the recorded searches, memmgr/simulate/beam_parents.json, which are not read for a line of help.
+BEAM_WIDTHS: Final = (2, 4, 6)
+
 
 @click.command()
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--policy", type=click.Choice([*_POLICIES, _ALL]), default="paged", show_default=True, help="What a request takes.")
-@click.option("--num-blocks", type=click.IntRange(1, _MAX_BLOCKS), default=_NUM_BLOCKS, show_default=True, help="Of the pool.")
+@click.option("--num-blocks", type=WholeRange(1, _MAX_BLOCKS), default=_NUM_BLOCKS, show_default=True, help="Of the pool.")
 @click.option(
-    "--block-size", type=click.IntRange(1, MAX_BLOCK_SIZE), help="Tokens a block; else 16, or 512 for a trace with prefixes."
+    "--block-size", type=WholeRange(1, MAX_BLOCK_SIZE), help="Tokens a block; else 16, or 512 for a trace with prefixes."
 )
 @click.option(
-    "--max-model-len", type=click.IntRange(2, _MAX_COUNT), help="Tokens, prompt and output; else the trace's longest request's."
+    "--max-model-len", type=WholeRange(2, _MAX_COUNT), help="Tokens, prompt and output; else the trace's longest request's."
 )
-@click.option("--max-running", type=click.IntRange(1, 65536), default=256, show_default=True, help="Sequences in a step.")
-@click.option("--max-step-tokens", type=click.IntRange(1, _MAX_COUNT), default=2048, show_default=True, help="Budget of a step.")
-@click.option("--samples", type=click.IntRange(1, MAX_SAMPLES), default=1, show_default=True, help="Outputs of each request.")
-@click.option("--beams", type=click.IntRange(1, MAX_SAMPLES), default=1, show_default=True, help="Width of a search; 1: none.")
+@click.option("--max-running", type=WholeRange(1, 65536), default=256, show_default=True, help="Sequences in a step.")
+@click.option("--max-step-tokens", type=WholeRange(1, _MAX_COUNT), default=2048, show_default=True, help="Budget of a step.")
+@click.option("--samples", type=WholeRange(1, MAX_SAMPLES), default=1, show_default=True, help="Outputs of each request.")
+@click.option(
+    "--beams",
+    type=click.Choice(["1", *map(str, BEAM_WIDTHS)]),
+    default="1",
+    show_default=True,
+    help="Width of a search, of those that were recorded; 1: none.",
+)
 @click.option("--prefix-cache/--no-prefix-cache", default=False, show_default=True, help="Share the blocks of equal prefixes.")
 @click.option(
     "--one-by-one/--saturated",
@@ -56,8 +66,8 @@ _MAX_COUNT: Final = 2**31 - 1
     help="Prompts alone, each done before the next, or a queue that never runs dry; "
     "else one by one for a trace with prefixes under --prefix-cache.",
 )
-@click.option("--limit", type=click.IntRange(1), help="Only so many requests.")
-@click.option("--seed", type=int, help="Shuffle the trace; else it keeps its order.")
+@click.option("--limit", type=WholeRange(1), help="Only so many requests.")
+@click.option("--seed", type=Parsed("integer", whole_number), help="Shuffle the trace; else it keeps its order.")
 @click.option("--json", "as_json", is_flag=True, help="Print one object instead of a table.")
 def simulate(
     trace: Path,
@@ -68,7 +78,7 @@ def simulate(
     max_running: int,
     max_step_tokens: int,
     samples: int,
-    beams: int,
+    beams: str,
     prefix_cache: bool,
     one_by_one: bool | None,
     limit: int | None,
@@ -87,18 +97,19 @@ def simulate(
         )
     if prefix_cache and policy != "paged":
         raise StartError(f"--prefix-cache goes with --policy paged: nothing is shared under --policy {policy}")
-    for flag, width in ("--samples", samples), ("--beams", beams):
+    beam_width = int(beams)
+    for flag, width in ("--samples", samples), ("--beams", beam_width):
         if width > 1 and policy != "paged":
             raise StartError(f"{flag} goes with --policy paged: nothing is shared under --policy {policy}")
         if width > max_running:
             raise StartError(f"{flag} {width} is more than --max-running {max_running}: those of a request run together")
         if width > 1 and one_by_one:
             raise StartError(f"--one-by-one is about prompts alone: it does not go with {flag}")
-    if samples > 1 and beams > 1:
+    if samples > 1 and beam_width > 1:
         raise StartError("--samples or --beams, not both")
     if one_by_one and not prefix_cache:
         raise StartError("--one-by-one shows what a cache finds again: it needs --prefix-cache")
-    searches = _searches(beams)
+    searches = _searches(beam_width)
     from cli.simulated import progress, show_reports
     from memmgr.simulate.policies import Policy
     from memmgr.simulate.prefixes import simulate_one_by_one
@@ -113,7 +124,7 @@ def simulate(
             raise StartError(f"{trace}: the trace has no prefixes; --one-by-one needs them")
         size = block_size or (MOONCAKE_BLOCK if seen.has_prefixes else _BLOCK_SIZE)
         context = min(max_model_len or seen.longest, num_blocks * size)
-        alone = prefix_cache and seen.has_prefixes and samples == beams == 1 if one_by_one is None else one_by_one
+        alone = prefix_cache and seen.has_prefixes and samples == beam_width == 1 if one_by_one is None else one_by_one
         reports: list[Report] = []
         with progress() as begin:
             for name in _POLICIES if policy == _ALL else (policy,):
@@ -136,16 +147,20 @@ def simulate(
         raise StartError(str(error)) from error
     for report in reports:
         if report.refused:
-            click.echo(f"{report.policy}: {report.refused:,} requests are longer than context or pool, left out", err=True)
+            left_out = "1 request is" if report.refused == 1 else f"{report.refused:,} requests are"
+            click.echo(f"{report.policy}: {left_out} longer than context or pool, left out", err=True)
     if as_json:
         plain = [as_plain(report) for report in reports]
-        if samples == beams == 1:
+        if samples == beam_width == 1:
             for one in plain:
                 del one["shared_saving"]
         json.dump({"policies": plain} if policy == _ALL else plain[0], sys.stdout)
         click.echo()
         return
-    show_reports(reports, f"{seen.requests:,} requests of {trace.name}, {num_blocks:,} blocks of {size}, context {context:,}")
+    ran = max(report.requests for report in reports)
+    requests = f"{ran:,} requests" if ran == seen.requests else f"{ran:,} of {seen.requests:,} requests"
+    blocks = "1 block" if num_blocks == 1 else f"{num_blocks:,} blocks"
+    show_reports(reports, f"{requests} of {trace.name}, {blocks} of {size}, context {context:,}")
     if alone:
         from cli.simulated import show_bounds
         from memmgr.simulate.eviction import bound, unbounded
@@ -169,10 +184,7 @@ def _searches(width: int) -> tuple[Parents, ...]:
 
     if width == 1:
         return ()
-    known = recorded()
-    if width not in known:
-        raise StartError(f"--beams {width}: searches were recorded with {', '.join(map(str, sorted(known)))} beams")
-    return known[width]
+    return recorded()[width]
 
 
 def _source(trace: Path, limit: int | None, seed: int | None) -> Callable[[], Iterable[TraceRequest]]:

@@ -32,6 +32,9 @@ def show_reports(reports: Sequence[Report], title: str, console: Console | None 
     """Print one line for each policy, and how many more run at once under the first."""
     console = console or _console()
     console.print(Text(title))
+    for report in reports:
+        if not report.mean_running:
+            console.print(f"{report.policy}: no request ever waited; the shares are means over the steps in which one does")
     console.print()
     table = Table("policy", show_edge=False, pad_edge=False)
     for name, cell, colour in _SHARES.values():
@@ -56,9 +59,6 @@ def show_reports(reports: Sequence[Report], title: str, console: Console | None 
         console.print(f"\n{first.block_hit_rate:.1%} of the prompts' blocks were found; {first.evictions:,} blocks were evicted")
     if first.shared_saving:
         console.print(f"\nsharing saves {first.shared_saving:.1%} of the blocks that there would be if each sequence had its own")
-    for report in reports:
-        if not report.mean_running:
-            console.print(f"\n{report.policy}: no request ever waited; the shares are means over the steps in which one does")
     if others:
         times = ", ".join(f"{first.mean_running / max(other.mean_running, 1e-9):.1f} ({other.policy})" for other in others)
         console.print(f"\n{first.policy} runs so many times as many requests at once: {times}")

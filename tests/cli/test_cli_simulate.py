@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -13,7 +14,9 @@ from click.testing import CliRunner
 from benchmarks import simulation
 from benchmarks.figure import PARTS, Bar, stacked_bars
 from cli.main import main
+from cli.simulate import BEAM_WIDTHS
 from cli.simulated import bar
+from memmgr.simulate.beams import recorded
 
 NAMES = {
     *("policy", "requests", "steps", "utilization", "reserved", "internal_fragmentation", "external_fragmentation", "free"),
@@ -82,9 +85,9 @@ def test_a_policy_under_which_nothing_fits_is_left_out_of_all(capsys: pytest.Cap
 def test_the_context_is_the_longest_request_unless_said(capsys: pytest.CaptureFixture[str], pairs: str) -> None:
     out, _ = said(capsys, pairs)
     assert "981 blocks of 16, context 114" in out
-    assert "no request ever waited" in out
+    assert "no request ever waited" in out[: out.index("policy")]
     out, err = said(capsys, pairs, "--max-model-len", "50")
-    assert "context 50" in out
+    assert re.match(r"\d+ of 60 requests of pairs.csv, 981 blocks of 16, context 50\n", out)
     assert err.count("\n") == 1
     assert "left out" in err
 
@@ -97,6 +100,10 @@ def test_a_limit_and_an_order(capsys: pytest.CaptureFixture[str], pairs: str) ->
     assert shuffled["requests"] == 20
     assert shuffled != first
     assert asked(capsys, *words, "--seed", "1") == shuffled, "the same seed, the same run"
+
+
+def test_the_beams_to_choose_from_are_those_that_were_recorded() -> None:
+    assert tuple(sorted(recorded())) == BEAM_WIDTHS
 
 
 @pytest.mark.parametrize("flag", ["--samples", "--beams"])
@@ -143,7 +150,8 @@ def test_prefixes_are_found_one_by_one(capsys: pytest.CaptureFixture[str], prefi
         (["--samples", "65"], "--samples"),
         (["--samples", "9", "--max-running", "8"], "--samples 9"),
         (["--samples", "2", "--beams", "2"], "not both"),
-        (["--beams", "5"], "recorded with 2, 4, 6 beams"),
+        (["--beams", "5"], "'5' is not one of '1', '2', '4', '6'"),
+        (["--seed", "x"], "'x' is no whole number"),
         (["--samples", "2", "--prefix-cache", "--one-by-one"], "--samples"),
         (["--one-by-one"], "--prefix-cache"),
         (["--one-by-one", "--prefix-cache"], "no prefixes"),
