@@ -1,5 +1,6 @@
 """`kilburn generate`: one request, its answer printed as it comes."""
 
+import secrets
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from cli.calls import gateway_client, json_option, plain, print_json, server_option, tenant_option
-from cli.options import together
+from cli.options import NumberRange, Parsed, WholeRange, number, together, whole_number
 from kilburn.limits import MAX_BEAM_WIDTH, MAX_SAMPLES
 
 if TYPE_CHECKING:
@@ -20,58 +21,63 @@ _UNPRINTABLE: Final = {code: "�" for code in (*range(32), *range(127, 160)) if
 _MAX_INPUT_CHARACTERS: Final = 4 * 1024 * 1024
 
 
+#: Seeds that are drawn here: programs that read JSON have whole numbers up to this one at least.
+_SEEDS: Final = 2**53
+
+_CUT_OFF: Final = "an answer was cut off: the model's context, the pool, or what its tenant may hold has no room for more"
+
 _sampling_options: Final = together(
     click.option(
         "--temperature",
-        type=float,
+        type=Parsed("float", number),
         help="More makes unlikely tokens likelier; 0: the likeliest one each time. Default: what the model names, else 1.",
     ),
     click.option(
         "--top-p",
-        type=float,
+        type=Parsed("float", number),
         help="Draw from the likeliest tokens that together have this probability, more than 0; 1: from all. "
         "Default: what the model names, else 1.",
     ),
     click.option(
         "--top-k",
-        type=int,
+        type=Parsed("integer", whole_number),
         help="Draw from so many of the likeliest tokens; 0 or -1: from all. Default: what the model names, else all.",
     ),
     click.option(
         "--min-p",
-        type=float,
+        type=Parsed("float", number),
         help="Draw from the tokens that have this share of the likeliest one's probability at least, 0 to 1; 0: from all. "
         "Default: what the model names, else 0.",
     ),
     click.option(
         "--seed",
-        type=click.IntRange(0, 2**64 - 1),
+        type=WholeRange(0, 2**64 - 1),
         help="Same seed, same tokens, where the model runs in float32; in bfloat16 and float16 rounding differs with the batch. "
-        "Default: another one each time.",
+        "Default: another one each time, which --json shows.",
     ),
 )
 
 _many_options: Final = together(
-    click.option("--n", type=click.IntRange(1, MAX_SAMPLES), default=1, show_default=True, help="Answers to return."),
-    click.option("--beams", "beam_width", type=click.IntRange(2, MAX_BEAM_WIDTH), help="Search with so many beams."),
-    click.option("--length-penalty", type=float, help="Of beams: more favours longer answers; default 1."),
+    click.option("--n", type=WholeRange(1, MAX_SAMPLES), default=1, show_default=True, help="Answers to return."),
+    click.option("--beams", "beam_width", type=WholeRange(2, MAX_BEAM_WIDTH), help="Search with so many beams."),
+    click.option("--length-penalty", type=Parsed("float", number), help="Of beams: more favours longer answers; default 1."),
 )
 
 _stopping_options: Final = together(
     click.option(
         "--max-tokens",
-        type=click.IntRange(0, 2**32 - 1),
+        type=WholeRange(0, 2**32 - 1),
         default=0,
         help="Tokens of an answer at most; 0: as many as the context has room for. Default: 0.",
     ),
     click.option("--stop", multiple=True, help="A string that ends the answer; may be repeated."),
-    click.option("--stop-token-id", "stop_token_ids", type=click.IntRange(0, 2**32 - 1), multiple=True, help="Ends the answer."),
+    click.option("--stop-token-id", "stop_token_ids", type=WholeRange(0, 2**32 - 1), multiple=True, help="Ends the answer."),
     click.option("--ignore-eos", is_flag=True, help="Go on after an end of sequence."),
     click.option("--include-stop", is_flag=True, help="Keep what ended the answer."),
 )
 
 _output_options: Final = together(
-    click.option("--logprobs", type=click.IntRange(0, 20), help="With so many alternatives; shown by --json."),
+    click.option("--logprobs", type=WholeRange(0, 20), help="With so many alternatives; shown by --json."),
     click.option("--echo", is_flag=True, help="The prompt's text first."),
     click.option("--keep-special-tokens", is_flag=True, help="Show them in the text."),
 )
@@ -86,9 +92,9 @@ _output_options: Final = together(
 @_many_options
 @_output_options
 @click.option("--request-id", default="", help="Else the gateway chooses one.")
-@click.option("--priority", type=click.IntRange(-(2**31), 2**31 - 1), default=0, help="Smaller runs first.")
+@click.option("--priority", type=WholeRange(-(2**31), 2**31 - 1), default=0, help="Smaller runs first.")
 @click.option("--cache-salt", default="", help="Prefixes are shared only under the same salt.")
-@click.option("--deadline", type=click.FloatRange(0, min_open=True), help="Seconds after which the request ends.")
+@click.option("--deadline", type=NumberRange(0, min_open=True), help="Seconds after which the request ends.")
 @server_option
 @tenant_option
 @json_option
@@ -102,14 +108,18 @@ def generate(text: str, chat: bool, system: str | None, server: str, tenant: str
     if text == "-":
         text = sys.stdin.read(_MAX_INPUT_CHARACTERS)
     deadline = fields.pop("deadline")
+    if as_json and fields["seed"] is None and fields["beam_width"] is None:
+        fields["seed"] = secrets.randbelow(_SEEDS)  # the gateway would draw one and not tell it
     request = _request(text, chat, system, fields)
     with gateway_client(server, tenant) as client:
         stream = client.generate(request, timeout=deadline)
         try:
-            reasons = _collect(stream, request.n) if as_json else _print(stream, request.n)
+            reasons = _collect(stream, request.n, fields["seed"]) if as_json else _print(stream, request.n)
         except KeyboardInterrupt:
             stream.cancel()
             raise
+    if "FINISH_REASON_CONTEXT" in reasons and not as_json:
+        click.echo(f"kilburn: {_CUT_OFF}", err=True)
     if "FINISH_REASON_ERROR" in reasons:
         click.echo("kilburn: the model's logits were not numbers", err=True)
         sys.exit(1)
@@ -139,6 +149,8 @@ def _request(text: str, chat: bool, system: str | None, fields: dict[str, Any]) 
 
 def _print(stream: "Iterable[inference_pb2.GenerateResponse]", count: int) -> set[str]:
     """Print text as it comes, or several answers one after the other once all are there; return the finish reasons."""
+    import grpc
+
     from kilburn.v1.inference_pb2 import FinishReason
 
     terminal = sys.stdout.isatty()
@@ -149,21 +161,29 @@ def _print(stream: "Iterable[inference_pb2.GenerateResponse]", count: int) -> se
             click.echo(f"{number}{score}: {answer.text.translate(_UNPRINTABLE) if terminal else answer.text}")
         return {FinishReason.Name(answer.finish_reason) for answer in answers}
     reason = FinishReason.FINISH_REASON_UNSPECIFIED
-    for response in stream:
-        sys.stdout.write(response.text.translate(_UNPRINTABLE) if terminal else response.text)
-        sys.stdout.flush()
-        reason = response.finish_reason or reason
+    open_line = False
+    try:
+        for response in stream:
+            sys.stdout.write(response.text.translate(_UNPRINTABLE) if terminal else response.text)
+            sys.stdout.flush()
+            reason = response.finish_reason or reason
+            open_line = not response.text.endswith("\n") if response.text else open_line
+    except grpc.RpcError:
+        if open_line:
+            click.echo()  # what went wrong is said on a line of its own
+        raise
     click.echo()
     return {FinishReason.Name(reason)}
 
 
-def _collect(stream: "Iterable[inference_pb2.GenerateResponse]", count: int) -> set[str]:
-    """Print one JSON object at the end: an answer, or several under `answers`; return the finish reasons."""
+def _collect(stream: "Iterable[inference_pb2.GenerateResponse]", count: int, seed: int | None) -> set[str]:
+    """Print one JSON object at the end: an answer, or several under `answers`, and the seed; return the finish reasons."""
     answers = [plain(answer) for answer in _gather(stream, count)]
     for answer in answers:
         for name in ("offset", "prompt_logprobs"):  # of streams of other kinds
             del answer[name]
-    print_json(answers[0] if count == 1 else {"answers": answers})
+    drawn = {} if seed is None else {"seed": seed}
+    print_json((answers[0] if count == 1 else {"answers": answers}) | drawn)
     return {str(answer["finish_reason"]) for answer in answers}
 
 
