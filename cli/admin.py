@@ -6,6 +6,7 @@ from typing import Final
 import click
 
 from cli.calls import admin_client, admin_command, plain, plain_list, print_json
+from cli.options import WholeRange
 
 _SEQUENCE_STATES: Final = ("waiting", "prefill", "decode", "swapped", "finished")
 _BLOCK_STATES: Final = ("free", "live", "cached")
@@ -35,7 +36,7 @@ def pool(admin_server: str, tenant: str, as_json: bool) -> None:
 @click.option("--of-tenant", default="", help="Only this tenant's; else all.")
 @click.option("--table", "tables", is_flag=True, help="With each sequence's block table.")
 @click.option("--request-id", help="Only this request's sequence, with its block table.")
-@click.option("--index", type=click.IntRange(0), default=0, show_default=True, help="Which of that request's sequences.")
+@click.option("--index", type=WholeRange(0), default=0, show_default=True, help="Which of that request's sequences.")
 def sequences(
     admin_server: str,
     tenant: str,
@@ -71,9 +72,9 @@ def sequences(
 @click.command()
 @admin_command
 @click.option("--state", type=click.Choice(_BLOCK_STATES), help="Only blocks in this state.")
-@click.option("--min-references", type=click.IntRange(0), default=0, help="Only blocks with so many references or more.")
-@click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="From this block on.")
-@click.option("--limit", type=click.IntRange(0), default=0, help="At most so many; 0: all.")
+@click.option("--min-references", type=WholeRange(0), default=0, help="Only blocks with so many references or more.")
+@click.option("--first", type=WholeRange(0), default=0, show_default=True, help="From this block on.")
+@click.option("--limit", type=WholeRange(0), default=0, help="At most so many; 0: all.")
 def blocks(admin_server: str, tenant: str, as_json: bool, state: str | None, min_references: int, first: int, limit: int) -> None:
     """Show the physical blocks and their holders.
 
@@ -110,9 +111,15 @@ def verify(admin_server: str, tenant: str, as_json: bool, with_executor: bool) -
         for fault in answer.faults:
             click.echo(fault)
         scope = "the executor's view compared" if with_executor else "the executor not asked"
-        click.echo(f"{answer.checks} checks, {len(answer.faults)} faults; {scope}")
+        if not answer.checks:
+            scope = "nothing was there to be checked or compared"
+        click.echo(f"{_count(answer.checks, 'check')}, {_count(len(answer.faults), 'fault')}; {scope}")
     if not answer.ok:
         sys.exit(1)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 @click.command()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from cli.options import DEFAULT_ADMIN, DEFAULT_SERVER, Decorator, flag, together
+from cli.options import DEFAULT_ADMIN, DEFAULT_SERVER, Decorator, Parsed, flag, target, together
 from kilburn.errors import KilburnError
 
 if TYPE_CHECKING:
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from kilburn.client import AdminClient, Client
 
-server_option: Final = flag("--server", default=DEFAULT_SERVER, help="The gateway's address.")
-admin_option: Final = flag("--admin-server", default=DEFAULT_ADMIN, help="memmgr's address.")
+server_option: Final = flag("--server", type=Parsed("address", target), default=DEFAULT_SERVER, help="The gateway's address.")
+admin_option: Final = flag("--admin-server", type=Parsed("address", target), default=DEFAULT_ADMIN, help="memmgr's address.")
 tenant_option: Final = flag("--tenant", default="", help="Who asks; else the server's default tenant.")
 json_option: Final[Decorator] = click.option("--json", "as_json", is_flag=True, help="One JSON value for programs.")
 
@@ -85,7 +85,7 @@ def gateway_client(target: str, tenant: str) -> "Iterator[Client]":
 
 @contextmanager
 def _told_where(target: str, service: str, option: str) -> "Iterator[None]":
-    """Turn the failure to reach a server into one line.
+    """Turn the failure to reach a server, or the right one, into one line.
 
     Raises:
         UnreachableError: instead of gRPC's own error, where no server of ours has answered.
@@ -99,6 +99,10 @@ def _told_where(target: str, service: str, option: str) -> "Iterator[None]":
     except grpc.RpcError as error:
         call: Any = error  # it is grpc's Call as well
         ours = any(key == ERROR_KEY for key, _ in call.trailing_metadata() or ())
+        if call.code() is grpc.StatusCode.UNIMPLEMENTED and not ours:
+            raise UnreachableError(
+                f"what answers at {target} is no {service}; it may be the other server: {option} is the {service}'s address"
+            ) from error
         if call.code() is not grpc.StatusCode.UNAVAILABLE or ours:
             raise
         raise UnreachableError(

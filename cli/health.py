@@ -19,7 +19,7 @@ def health(role: str, listen: Address, admin: Address, runtime_dir: Path) -> Non
 
     Exits with 0 if it is, else says why not and exits with 1.
     """
-    from cli.ready import executor_health, grpc_health, listening
+    from cli.ready import NOTHING_ANSWERS, executor_health, grpc_health, listening
 
     if role == "executor":
         reason = executor_health(runtime_dir, time.time())
@@ -28,5 +28,7 @@ def health(role: str, listen: Address, admin: Address, runtime_dir: Path) -> Non
     else:
         reason = grpc_health(listening(listen, runtime_dir / "gateway.address"))
     if reason:
-        click.echo(f"kilburn: {role}: {reason}", err=True)
+        flag = "--listen" if role == "gateway" else "--admin"
+        hint = f"; `kilburn up` starts one, {flag} says where another one is" if reason.startswith(NOTHING_ANSWERS) else ""
+        click.echo(f"kilburn: {role}: {reason}{hint}", err=True)
         sys.exit(1)

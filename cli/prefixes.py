@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from cli.calls import admin_client, admin_command, gateway_client, plain, plain_list, print_json, server_option
-from cli.options import together
+from cli.options import NumberRange, WholeRange, together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,8 +37,8 @@ _prefix_options: Final = together(
 @click.command()
 @admin_command
 @click.option("--of-tenant", default="", help="Only this tenant's; else all.")
-@click.option("--max-depth", type=click.IntRange(0, 2**32 - 1), default=0, help="So many blocks from the root; 0: all.")
-@click.option("--max-nodes", type=click.IntRange(0, 2**32 - 1), default=0, help="At most so many nodes; 0: all.")
+@click.option("--max-depth", type=WholeRange(0, 2**32 - 1), default=0, help="So many blocks from the root; 0: all.")
+@click.option("--max-nodes", type=WholeRange(0, 2**32 - 1), default=0, help="At most so many nodes; 0: all.")
 @click.option("--with-tokens", is_flag=True, help="With the token ids of each block.")
 def prefixes(
     admin_server: str, tenant: str, as_json: bool, of_tenant: str, max_depth: int, max_nodes: int, with_tokens: bool
@@ -56,7 +56,7 @@ def prefixes(
 
 @click.command()
 @admin_command
-@click.option("--cursor", type=click.IntRange(0, 2**64 - 1), default=0, help="Go on after this event; 0: from now on.")
+@click.option("--cursor", type=WholeRange(0, 2**64 - 1), default=0, help="Go on after this event; 0: from now on.")
 @click.option("--from-oldest", is_flag=True, help="From the oldest event that is held.")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(_KINDS), help="Only these; may be repeated.")
 def events(admin_server: str, tenant: str, as_json: bool, cursor: int, from_oldest: bool, kinds: tuple[str, ...]) -> None:
@@ -64,20 +64,24 @@ def events(admin_server: str, tenant: str, as_json: bool, cursor: int, from_olde
 
     --json prints one object a line.
     """
-    from cli.tables import show_event
+    from cli.tables import show_event, show_event_columns
     from kilburn.v1.admin_pb2 import EventKind
 
     wanted = [EventKind.Value(f"EVENT_KIND_{kind.upper()}") for kind in kinds]
     with admin_client(admin_server, tenant) as client:
+        first = True
         for event in client.events(cursor, from_oldest, wanted):
             if as_json:
                 print_json(plain(event))
             else:
+                if first:
+                    show_event_columns()
+                    first = False
                 show_event(event)
 
 
 @click.command()
-@click.argument("block", type=click.IntRange(0, 2**32 - 1))
+@click.argument("block", type=WholeRange(0, 2**32 - 1))
 @admin_command
 def explain(block: int, admin_server: str, tenant: str, as_json: bool) -> None:
     """Show why a block is alive, or why it was evicted."""
@@ -86,18 +90,20 @@ def explain(block: int, admin_server: str, tenant: str, as_json: bool) -> None:
     if as_json:
         print_json(plain(history))
         return
-    from cli.tables import show_blocks, show_event
+    from cli.tables import show_blocks, show_event, show_event_columns
 
     show_blocks([history.block])
     click.echo()
+    if history.events:
+        show_event_columns()
     for event in history.events:
         show_event(event)
 
 
 @click.command()
 @_prefix_options
-@click.option("--max-tokens", type=click.IntRange(0, 2**32 - 1), default=0, help="0: up to the context length.")
-@click.option("--n", type=click.IntRange(1, 2**32 - 1), default=1, show_default=True, help="Sequences.")
+@click.option("--max-tokens", type=WholeRange(0, 2**32 - 1), default=0, help="0: up to the context length.")
+@click.option("--n", type=WholeRange(1, 2**32 - 1), default=1, show_default=True, help="Sequences.")
 @server_option
 @admin_command
 def probe(
@@ -128,7 +134,7 @@ def probe(
 @_prefix_options
 @click.option(
     "--ttl",
-    type=click.FloatRange(0),
+    type=NumberRange(0),
     default=0.0,
     help="Seconds that a new pin lasts, ten years at most; 0: until it is unpinned.",
 )
@@ -164,8 +170,10 @@ def pins(
 
 
 def _tokens(text: str | None, ids: list[int] | None, server: str, tenant: str) -> "Sequence[int]":
-    if (text is None) == (ids is None):
+    if text is None and ids is None:
         raise click.UsageError("one of --text and --ids is needed")
+    if text is not None and ids is not None:
+        raise click.UsageError("--text and --ids exclude each other")
     if ids is not None:
         return ids
     assert text is not None

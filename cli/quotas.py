@@ -3,8 +3,9 @@
 import click
 
 from cli.calls import admin_client, admin_command, plain, plain_list, print_json
+from cli.options import WholeRange
 
-_COUNT = click.IntRange(0, 2**32 - 1)
+_COUNT = WholeRange(0, 2**32 - 1)
 
 
 @click.group(invoke_without_command=True)
@@ -43,12 +44,15 @@ def set_quota(
     tenant: str,
     as_json: bool,
 ) -> None:
-    """Set a tenant's quota in place of the one before; one that is 0 in all is taken away.
+    """Set a tenant's quota in place of the one before.
 
-    It outlives executors, and is gone when the memory manager ends.
+    What is not named is 0; one that is 0 in all, as after `--max-blocks 0` alone, is taken away. A quota outlives executors,
+    and is gone when the memory manager ends.
     """
     if max_blocks is guaranteed_blocks is max_running is None:
-        raise click.UsageError("one of --max-blocks, --guaranteed-blocks and --max-running is needed")
+        raise click.UsageError(
+            "one of --max-blocks, --guaranteed-blocks and --max-running is needed; --max-blocks 0 alone takes the quota away"
+        )
     with admin_client(admin_server, tenant) as client:
         quota = client.set_quota(of_tenant, max_blocks or 0, guaranteed_blocks or 0, max_running or 0)
     if as_json:

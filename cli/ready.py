@@ -13,6 +13,8 @@ from kilburn.errors import StartError
 #: A healthy server on this machine answers in milliseconds.
 CALL_TIMEOUT_SECONDS: Final = 2.0
 
+NOTHING_ANSWERS: Final = "nothing answers"
+
 #: The executor writes its health file once a second or so.
 _FRESH_SECONDS: Final = 5.0
 
@@ -45,6 +47,8 @@ def grpc_health(target: str) -> str:
             answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=CALL_TIMEOUT_SECONDS)
         except grpc.RpcError as error:
             call = cast(grpc.Call, error)  # grpc raises one object that is both
+            if call.code() is grpc.StatusCode.UNAVAILABLE:
+                return f"{NOTHING_ANSWERS} at {target}"
             return f"{target}: {call.code().name}: {call.details()}"
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return ""

@@ -38,7 +38,10 @@ def show_pool(pool: admin_pb2.Pool, console: Console | None = None) -> None:
     for field in admin_pb2.Counters.DESCRIPTOR.fields:
         counters.add_row(field.name.replace("_", " "), f"{getattr(pool.counters, field.name):,}")
     console = console or _console()
-    console.print(table)
+    if not pool.executor_connected and not pool.total_blocks:
+        console.print("no executor is connected, so there is no pool", soft_wrap=True)
+    else:
+        console.print(table)
     console.print()
     console.print(counters)
 
@@ -101,7 +104,7 @@ def show_blocks(blocks: Sequence[admin_pb2.Block], console: Console | None = Non
             str(block.depth) if block.prefix_hash else "",
             "pinned" if block.pinned else "",
             Text(block.tenant),
-            f"{block.idle_seconds:.1f} s",
+            f"{block.idle_seconds:.1f} s" if block.generation else "",
             str(block.generation),
             Text(", ".join(block.holders)),
         )
@@ -121,6 +124,12 @@ def show_prefixes(nodes: Sequence[admin_pb2.PrefixNode], console: Console | None
             " ".join(map(str, node.token_ids)),
         )
     (console or _console()).print(table)
+
+
+def show_event_columns(console: Console | None = None) -> None:
+    """Print the names of what stands in an event's line; what an event lacks is left out in its line, but for the block."""
+    columns = f"{'cursor':>9} {'time':<15} {'step':>8} {'event':<11} {'block':>8} from, holder, prefix"
+    (console or _console()).print(Text(columns), soft_wrap=True)
 
 
 def show_event(event: admin_pb2.Event, console: Console | None = None) -> None:
@@ -147,7 +156,7 @@ def show_probe(probe: admin_pb2.ProbeResponse, console: Console | None = None) -
     table.add_row("fits ever", "yes" if probe.fits_ever else "no")
     table.add_row("cached", f"{probe.cached_tokens:,} tokens")
     table.add_row("new blocks", f"{probe.new_blocks:,} for the prompt, {probe.worst_case_blocks:,} in all at the most")
-    table.add_row("evicts", ", ".join(map(str, probe.evicted_blocks)) or "nothing")
+    table.add_row("evicts blocks", ", ".join(map(str, probe.evicted_blocks)) or "nothing")
     table.add_row("ahead", f"{probe.waiting_ahead:,} requests wait")
     (console or _console()).print(table)
 

@@ -3,11 +3,13 @@
 Joins the parts: the folder and its lock, the ports, the model, supervisord, and the wait for a first answer.
 """
 
+import os
 import subprocess
 import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from signal import SIGCHLD
 from typing import TYPE_CHECKING, Final
 
@@ -45,6 +47,7 @@ def up(context: click.Context, options: ServerOptions) -> None:
     if lifeline.supervised():
         lifeline.follow_parent()
     with ExitStack() as stack:
+        _check_journal(options.journal)
         runtime_dir = endpoints.private_dir(options.runtime_dir)
         endpoints.private_dir(endpoints.socket_dir(runtime_dir))
         stack.callback(leftovers.remove_folders, runtime_dir)
@@ -57,6 +60,20 @@ def up(context: click.Context, options: ServerOptions) -> None:
         if find_model(options.model) is None and not _fetch(options.model, signals):
             context.exit(2)
         _run(options, signals)
+
+
+def _check_journal(journal: Path | None) -> None:
+    """See that memmgr will be able to open its journal, before anything is started.
+
+    Raises:
+        StartError: it can't.
+    """
+    if journal is None:
+        return
+    if not journal.parent.is_dir():
+        raise StartError(f"--journal {journal}: there is no folder {journal.parent}")
+    if not os.access(journal if journal.exists() else journal.parent, os.W_OK):
+        raise StartError(f"--journal {journal}: it can't be written")
 
 
 def _fetch(model: str, signals: "Signals") -> bool:

@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
 import click
+import grpc
 import pytest
 
 from cli.commands import kilburn as every_command
@@ -124,6 +126,65 @@ def test_no_server(capsys: pytest.CaptureFixture[str], command: list[str]) -> No
     assert line == (
         "kilburn: no memory manager answers at 127.0.0.1:1; `kilburn up` starts one, --admin-server says where another one is\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["probe"], "one of --text and --ids is needed"),
+        (["probe", "--text", "a", "--ids", "1"], "--text and --ids exclude each other"),
+        (["quotas", "set", "a"], "--max-blocks 0 alone takes the quota away"),
+        (["explain", "abc"], "'abc' is no whole number"),
+        (["generate", "a", "--priority", "x"], "'x' is no whole number"),
+        (["generate", "a", "--top-k", "1.5"], "'1.5' is no whole number"),
+        (["generate", "a", "--min-p", "x"], "'x' is no number"),
+        (["generate", "a", "--deadline", "x"], "'x' is no number"),
+        (["memmgr", "--max-running", "many"], "'many' is no whole number"),
+        (["memmgr", "--block-size", "many"], "'many' is no whole number"),
+        (["generate", "a", "--server", "nonsense"], "'--server': 'nonsense' is no address; write HOST:PORT"),
+        (["pool", "--admin-server", "nonsense"], "'--admin-server': 'nonsense' is no address; write HOST:PORT"),
+    ],
+)
+def test_what_is_wrong_is_said_in_the_same_words_everywhere(
+    capsys: pytest.CaptureFixture[str], words: list[str], part: str
+) -> None:
+    status, line = said(capsys, *words)
+    assert status == 2
+    assert part in line
+
+
+@pytest.mark.parametrize("name", ["none/journal", "file/journal"])
+def test_a_journal_that_can_not_be_ends_up_before_anything_is_started(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "file").touch()
+    status, line = said(capsys, "up", "--runtime-dir", str(tmp_path / "run"), "--journal", str(tmp_path / name))
+    path = tmp_path / name
+    assert (status, line) == (2, f"kilburn: --journal {path}: there is no folder {path.parent}\n")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("role", "flag"), [("gateway", "--listen"), ("memmgr", "--admin")])
+def test_the_health_of_what_is_not_there(capsys: pytest.CaptureFixture[str], role: str, flag: str) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        main(["health", role, flag, "127.0.0.1:1"])
+    assert capsys.readouterr().err == (
+        f"kilburn: {role}: nothing answers at 127.0.0.1:1; `kilburn up` starts one, {flag} says where another one is\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "service", "flag"),
+    [(["pool"], "memory manager", "--admin-server"), (["generate", "a"], "gateway", "--server")],
+)
+def test_the_other_server(capsys: pytest.CaptureFixture[str], words: list[str], service: str, flag: str) -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    status, line = said(capsys, *words, flag, f"127.0.0.1:{port}")
+    server.stop(0).wait()
+    assert status == 1
+    assert line.startswith(f"kilburn: what answers at 127.0.0.1:{port} is no {service}; it may be the other server: {flag} is")
 
 
 def test_no_gateway(capsys: pytest.CaptureFixture[str]) -> None:

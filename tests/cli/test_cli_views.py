@@ -7,7 +7,17 @@ from google.protobuf import json_format
 from rich.console import Console
 
 from cli.calls import plain
-from cli.tables import show_blocks, show_event, show_pins, show_pool, show_prefixes, show_probe, show_quotas, show_sequences
+from cli.tables import (
+    show_blocks,
+    show_event,
+    show_event_columns,
+    show_pins,
+    show_pool,
+    show_prefixes,
+    show_probe,
+    show_quotas,
+    show_sequences,
+)
 from kilburn.v1 import admin_pb2, inference_pb2
 
 POOL = admin_pb2.Pool(
@@ -70,6 +80,9 @@ def test_where_there_is_nothing() -> None:
     console, out = printed()
     show_sequences([], console)
     assert out.getvalue() == "no sequences\n"
+    show_pool(admin_pb2.Pool(counters=admin_pb2.Counters(steps=7)), console)
+    assert "no executor is connected, so there is no pool\n" in out.getvalue()
+    assert "utilization" not in out.getvalue()
     show_pool(admin_pb2.Pool(total_blocks=4, free_blocks=4, utilization=1, contiguous_utilization=1), console)
     assert ["utilization", "│", "-"] in [line.split() for line in out.getvalue().splitlines()]
 
@@ -87,6 +100,10 @@ def test_a_block_table_for_people_takes_no_markup_from_a_request() -> None:
 
 def test_blocks_for_people() -> None:
     console, out = printed()
+    show_blocks([admin_pb2.Block(block=1), admin_pb2.Block(block=2, generation=1, idle_seconds=2)], console)
+    never_used, used = out.getvalue().splitlines()[2:]
+    assert " s " not in never_used
+    assert "2.0 s" in used
     block = admin_pb2.Block(block=3, state=admin_pb2.BLOCK_STATE_LIVE, prefix_hash=bytes(range(32)), holders=["default/a/0"])
     show_blocks([block], console)
     assert "000102030405" in out.getvalue()
@@ -105,11 +122,25 @@ def test_prefixes_events_probes_and_pins_for_people() -> None:
     nodes = [admin_pb2.PrefixNode(prefix_hash=b"\x01" * 16), admin_pb2.PrefixNode(prefix_hash=b"\x02" * 16, depth=1, pinned=True)]
     show_prefixes(nodes, console)
     event = admin_pb2.Event(cursor=9, kind=admin_pb2.EVENT_KIND_COPIED, block=0, source=3, request_id="[b]", tenant="t", lost=2)
+    show_event_columns(console)
     show_event(event, console)
     show_probe(admin_pb2.ProbeResponse(fits_now=True, evicted_blocks=[4, 5]), console)
     show_pins([admin_pb2.Pin(pin_id="a-1", tokens=32, blocks=2), admin_pb2.Pin(expires_in_seconds=2)], console)
     text = out.getvalue()
-    for part in ("  02020202", "copied", "from 3", "t/[b]/0", "2 events before it are lost", "4, 5", "never", "in 2.0 s"):
+    columns = next(line for line in text.splitlines() if line.split()[:5] == ["cursor", "time", "step", "event", "block"])
+    line = next(line for line in text.splitlines() if "copied" in line)
+    assert columns.index("event") == line.index("copied")
+    assert columns.index("block") + len("block") == line.index(" from 3")
+    for part in (
+        "  02020202",
+        "copied",
+        "from 3",
+        "t/[b]/0",
+        "2 events before it are lost",
+        "evicts blocks │ 4, 5",
+        "never",
+        "in 2.0 s",
+    ):
         assert part in text
 
 

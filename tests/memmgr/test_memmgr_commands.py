@@ -43,6 +43,18 @@ def test_what_the_commands_say(
     assert len(json.loads(said("explain", "0", "--json"))["events"]) == 5
 
 
+@pytest.mark.usefixtures("stub")
+def test_what_is_said_while_there_is_no_executor(address: Address, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("--admin-server", str(address))
+    with pytest.raises(SystemExit, match="1"):
+        main(["verify", *where])
+    assert capsys.readouterr().out == "no executor is connected\n0 checks, 1 fault; nothing was there to be checked or compared\n"
+    assert main(["verify", "--without-executor", *where]) == 0
+    assert capsys.readouterr().out == "0 checks, 0 faults; nothing was there to be checked or compared\n"
+    assert main(["pool", *where]) == 0
+    assert capsys.readouterr().out.startswith("no executor is connected, so there is no pool\n\ncounter")
+
+
 def test_events_are_followed_until_the_reader_has_enough(
     stub: admin_pb2_grpc.AdminStub, address: Address, house: House, working: Executor
 ) -> None:
