@@ -980,7 +980,7 @@ class ProbeResponse(_message.Message):
     new_blocks: _builtins.int
     """for the prompt"""
     worst_case_blocks: _builtins.int
-    """with max_tokens for each of n"""
+    """with max_tokens for each of n, or with what its quota and the pool allow them"""
     waiting_ahead: _builtins.int
     @_builtins.property
     def evicted_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
