@@ -50,7 +50,8 @@ def compile_tree(root: Path) -> list[Path]:
     with tempfile.TemporaryDirectory(prefix="kilburn-compile-") as name, chdir(root):
         folder = Path(name)
         try:
-            extensions = mypycify(names, opt_level="3", debug_level="0", group_name=_LIBRARY, target_dir=str(folder / "c"))
+            options = [f"--cache-dir={folder / 'mypy'}", *names]  # the tree may be read-only until the end
+            extensions = mypycify(options, opt_level="3", debug_level="0", group_name=_LIBRARY, target_dir=str(folder / "c"))
         except SystemExit:  # it has said what it found
             raise CompileError("mypyc does not take the sources") from None
         command: Any = Distribution({"name": "memmgr", "ext_modules": extensions}).get_command_obj("build_ext")
@@ -60,7 +61,10 @@ def compile_tree(root: Path) -> list[Path]:
             command.run()
         except (BaseError, CCompilerError, OSError):  # the compiler has said why
             raise CompileError("a C compiler and Python's headers are needed") from None
-        return _put(folder / "lib" / "memmgr", target, known, made_of)
+        try:
+            return _put(folder / "lib" / "memmgr", target, known, made_of)
+        except OSError as error:
+            raise CompileError(f"nothing can be put into {target}: {error.strerror}") from None
 
 
 def _put(built: Path, target: Path, known: ModuleType, made_of: str) -> list[Path]:

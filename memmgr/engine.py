@@ -117,8 +117,7 @@ class Engine:
         """Serve until `stop`."""
         while not self._stopping:
             self._poller.poll(_POLL_MS)
-            self._drain()
-            self._watch(time.monotonic())
+            self._watch(self._drain())
             self._step(time.monotonic())
             self._flush()
             self.take_events()
@@ -136,12 +135,25 @@ class Engine:
         self._executors.close()
         self._questions.close()
 
-    def _drain(self) -> None:
+    def _drain(self) -> float:
+        """Take in what has arrived, and answer questions; return when we listened.
+
+        Whether somebody is silent is judged by that instant: an answer that takes long is not the peers' silence.
+        """
         now = time.monotonic()
         for incoming in self._executors.drain():
             self._from_executor(incoming, now)
         self._gateways.hear(now)
         self._questions.answer_some()
+        return now
+
+    def _show_life(self) -> None:
+        """Say to our peers that we live, in the middle of an answer that takes long. Other threads run meanwhile, too."""
+        now = time.monotonic()
+        if self.session is not None and now - self._executor_spoke > HEARTBEAT_INTERVAL_SECONDS:
+            self._executor_spoke = now
+            self._executors.show_life(self.session.incarnation)
+        self._gateways.show_life(now)
 
     def _step(self, now: float) -> None:
         session = self.session
@@ -221,6 +233,7 @@ class Engine:
             journal=self._journal,
             quotas=self.quotas.values(),
         )
+        self.session.memory.breathe = self._show_life
         self._records.append((STARTED, NO_BLOCK, None, None))
         if not self._executors.welcome(incoming):
             self.session = None

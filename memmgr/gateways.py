@@ -83,6 +83,13 @@ class Gateways:
             elif now - state.spoke > HEARTBEAT_INTERVAL_SECONDS:
                 self._tell(gateway, engine.Heartbeat(), now)
 
+    def show_life(self, now: float) -> None:
+        """Say to those to whom nothing was said for a while that we live; nothing else happens, whether they hear it or not."""
+        for gateway, state in self._states.items():
+            if now - state.spoke > HEARTBEAT_INTERVAL_SECONDS:
+                state.spoke = now
+                self._hub.show_life(gateway)
+
     def say_goodbye(self) -> None:
         """Tell all that this process ends."""
         for gateway in list(self._states):

@@ -88,6 +88,11 @@ class Hub:
         self.drop(incarnation)
         return False
 
+    def show_life(self, incarnation: int) -> None:
+        """Say to a peer that we live, whether it hears it or not."""
+        if (route := self._routes.get(incarnation)) is not None:
+            self._send(route, self._conversations[route].seal(Heartbeat()))
+
     def drop(self, incarnation: int) -> None:
         """Forget a peer: what it says from now on is fenced off."""
         self._routes.pop(incarnation, None)

@@ -31,7 +31,7 @@ def why_interpreted() -> str:
     package = _FOLDER.parent
     try:
         made_of = (_FOLDER / STAMP).read_text(encoding="ascii").strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, UnicodeDecodeError):
         return "it was not compiled: a C compiler and Python's headers have to be there when the package is installed"
     missing = [path.stem for path in sources(package) if not _compiled(path).exists()]
     if missing:

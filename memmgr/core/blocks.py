@@ -24,12 +24,19 @@ anew. So a whole table enters or leaves the order at the cost of one write for e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from itertools import chain
 from typing import Final
 
 from memmgr.core.runs import Run, Segment
+
+#: Entries that a check looks at between two breaths.
+BREATH: Final = 1 << 14
+
+
+def no_breath() -> None:
+    """Do nothing, where nobody waits for a check to end."""
 
 
 class BlockState(IntEnum):
@@ -441,12 +448,13 @@ class BlockPool:
             run.blocks = [block for block in run.blocks[run.first :] if self._run_of[block] is run]
             run.first = 0
 
-    def check_invariants(self) -> int:
-        """Check every block's state against the counts. Returns how many checks were made.
+    def check_invariants(self, breathe: Callable[[], None] = no_breath) -> int:
+        """Check every block's state against the counts. Returns how many checks were made. `breathe`: see Memory.
 
         Raises:
             AssertionError: one does not hold.
         """
+        breathe()
         live = sum(1 for references in self.references if references)
         assert live == self.live, f"{live} blocks have references, {self.live} count as live"
         shared = sum(1 for references in self.references if references > 1)
@@ -456,7 +464,9 @@ class BlockPool:
             assert segment.held == sum(run.held for run in segment.runs), "a segment of the order does not add up"
             assert all(run.segment is segment for run in segment.runs)
         assert self._proven.held <= self._most_proven, "too much is favoured"
-        for run in chain(self._fresh.runs, self._proven.runs):
+        for number, run in enumerate(chain(self._fresh.runs, self._proven.runs)):
+            if not number % BREATH:
+                breathe()
             blocks = [block for block in run.blocks[run.first :] if self._run_of[block] is run]
             assert len(blocks) == len(set(blocks)) == run.held > 0, "a run of cached blocks does not add up"
             assert len(run.blocks) <= 2 * run.held, "a run holds more that has left than what is there"
@@ -465,6 +475,7 @@ class BlockPool:
                 assert self.pins[block] == 0, f"pinned block {block} could be evicted"
             cached += len(blocks)
         assert cached == self.total - self._run_of.count(None), "a block is in a run that is not in the order"
+        breathe()
         pinned = [block for block, pins in enumerate(self.pins) if pins]
         assert len(pinned) == self.pinned, f"{len(pinned)} blocks are pinned, {self.pinned} count as pinned"
         pinned_cached = sum(1 for block in pinned if self.references[block] == 0)
@@ -473,7 +484,9 @@ class BlockPool:
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
         assert len(free) + self.total - self._unused == self.free, "free blocks do not add up"
-        for block in free:
+        for number, block in enumerate(free):
+            if not number % BREATH:
+                breathe()
             assert self.state(block) is BlockState.FREE, f"block {block} is in the free list and not free"
             assert block < self._unused
         return 3 * self.total + 2 * cached + len(free) + 7

@@ -25,14 +25,14 @@ text or tensors.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
 from mypy_extensions import mypyc_attr
 
 from memmgr.core import events
-from memmgr.core.blocks import BlockPool, BlockState
+from memmgr.core.blocks import BREATH, BlockPool, BlockState, no_breath
 from memmgr.core.events import NO_BLOCK, Indexed, Record, Unindexed
 from memmgr.core.evicted import EvictedNames
 from memmgr.core.lineage import Lineage, block_hash, pieces_of
@@ -72,6 +72,9 @@ class Memory:
         self.pins: Final = self._new_pins(records)
         self.quotas: Final = Quotas(total_blocks)
         self.now = 0.0  # of the owner's clock, for stamps only
+        self.breathe: Callable[[], None] = (
+            no_breath  # the owner's; called again and again in the middle of a check, which is long
+        )
         self._records: Final = records  # the owner empties it
         self._tables: dict[Hashable, Table] = {}
         self._copies: dict[int, int] = {}  # destination -> source
@@ -142,7 +145,7 @@ class Memory:
             if len(gone) >= missing:
                 break
             if block not in used and block not in gone:
-                gone.update((doomed, None) for doomed in self.index.standing_on(block) if self.pool.evictable(doomed))
+                gone.update((doomed, None) for doomed in self.index.standing_on(block, gone) if self.pool.evictable(doomed))
         return list(gone)
 
     def admit(self, key: Hashable, lineage: Lineage, admission: Admission, owner: object = None) -> Table:
@@ -488,7 +491,8 @@ class Memory:
         Raises:
             AssertionError: one does not hold.
         """
-        checks = self.pool.check_invariants() + self.index.check_invariants()
+        breathe = self.breathe
+        checks = self.pool.check_invariants(breathe) + self.index.check_invariants(breathe)
         references = {block: len(owners) for block, owners in self._held.items()}
         for key, table in self._tables.items():
             assert table.key == key
@@ -500,6 +504,8 @@ class Memory:
                 references[block] = references.get(block, 0) + 1
             checks += 5 + len(table.blocks)
         for block in range(self.pool.total):
+            if not block % BREATH:
+                breathe()
             counted, expected = self.pool.references[block], references.get(block, 0)
             assert counted == expected, f"block {block} counts {counted} references, {expected} sequences hold it"
             known = self.index.hash_of(block) is not None

@@ -14,9 +14,10 @@ Knows tokens and block numbers; not references, tables or the order of eviction.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Final, NamedTuple
 
+from memmgr.core.blocks import BREATH, no_breath
 from memmgr.core.forest import NONE, Forest, Nodes
 from memmgr.core.lineage import Lineage, block_hash, pieces_of
 
@@ -271,15 +272,19 @@ class PrefixIndex:
         """Whether a block is in the index by the last insertion."""
         return self._serials[block] == self._insertions
 
-    def standing_on(self, block: int) -> list[int]:
-        """Return an indexed block and all that stands on it, the deepest first, `block` last."""
+    def standing_on(self, block: int, without: Container[int] = ()) -> list[int]:
+        """Return an indexed block and all that stands on it, the deepest first, `block` last.
+
+        Nothing of `without`, nor what stands on that.
+        """
         doomed = [block]
         if self._first_child[block] == NONE:
             return doomed
         for known in doomed:
             child = self._first_child[known]
             while child != NONE:
-                doomed.append(child)
+                if child not in without:
+                    doomed.append(child)
                 child = self._next_sibling[child]
         doomed.reverse()
         return doomed
@@ -379,15 +384,17 @@ class PrefixIndex:
             child = next_sibling[child]
         return best, shared // _TOKEN_BYTES
 
-    def check_invariants(self) -> int:
-        """Check names, parents, depths and the threads. Returns how many checks were made.
+    def check_invariants(self, breathe: Callable[[], None] = no_breath) -> int:
+        """Check names, parents, depths and the threads. Returns how many checks were made. `breathe`: see Memory.
 
         Raises:
             AssertionError: one does not hold.
         """
         hung = 0
         parents = [(NONE, root) for root in self._roots] + [(block, name) for name, block in self._block_of.items()]
-        for above, parent in parents:
+        for number, (above, parent) in enumerate(parents):
+            if not number % BREATH:
+                breathe()
             before = NONE
             for child in self._children(above, parent):
                 assert self._above[child] == above, f"block {child} hangs on a parent that is not its own"
@@ -398,7 +405,9 @@ class PrefixIndex:
         assert hung == len(self._block_of), f"{hung} blocks hang in the forest, {len(self._block_of)} are known"
         known = sum(1 for name in self.hashes if name is not None)
         assert known == len(self._block_of), f"{known} blocks have a hash, {len(self._block_of)} are known"
-        for name, block in self._block_of.items():
+        for number, (name, block) in enumerate(self._block_of.items()):
+            if not number % BREATH:
+                breathe()
             tokens, hangs_on = self._tokens[block], self._parents[block]
             assert tokens is not None
             assert hangs_on is not None

@@ -83,6 +83,19 @@ def test_the_sources_are_taken_where_nothing_else_fits(tmp_path: Path, what: str
     assert expected[what] in why
 
 
+def test_without_a_compiler_there_is_one_line_and_nothing_compiled(tmp_path: Path) -> None:
+    for name in "memmgr", "deploy":
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.so", STAMP))
+    command = [sys.executable, "deploy/compile.py"]
+    ran = subprocess.run(command, cwd=tmp_path, env=os.environ | {"CC": "false"}, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert ran.stderr.splitlines()[-1].endswith("a C compiler and Python's headers are needed")
+    assert not list(tmp_path.rglob("*.so"))
+    file, why = asked(tmp_path, WHY).split("|")
+    assert Path(file) == tmp_path / "memmgr" / "core" / "memory.py"
+    assert "a C compiler" in why
+
+
 def test_all_of_the_parts_are_compiled() -> None:
     known = sources(ROOT / "memmgr")
     assert {path.parent.name for path in known} == set(PARTS)

@@ -19,7 +19,7 @@ from memmgr.questions import MAX_QUESTIONS, EngineBusyError
 from memmgr.schedule.plans import RequestKey
 from tests.memmgr.conftest import House
 from tests.memmgr.memmgr_messages import VOCABULARY, hello, sampling, submit
-from tests.memmgr.memmgr_peers import FIRST_TOKEN, PATIENCE_SECONDS, Context, Executor, Gateway, Peer
+from tests.memmgr.memmgr_peers import FIRST_TOKEN, PATIENCE_SECONDS, Background, Context, Executor, Gateway, Peer
 
 
 def serve(executor: Executor, gateway: Gateway, handle: int) -> engine.RequestEnd:
@@ -348,6 +348,32 @@ def test_a_silent_gateway_holds_nothing(house: House) -> None:
         assert time.monotonic() - began < 5.0
         together(executor, stays, seconds=0.1)
     assert live(house) == [(stays.incarnation, 1)]
+
+
+def test_an_answer_that_takes_long_is_not_the_peers_silence(house: House) -> None:
+    """What they say meanwhile lies in the sockets, and what they hear is that memmgr lives."""
+    executor, gateway = house.executor(), house.gateway()
+    at_work = [Background(executor), Background(gateway)]
+    try:
+        future = house.engine.ask(lambda: long_check(house, PEER_TIMEOUT_SECONDS + 1.0))
+        assert future.result(PATIENCE_SECONDS) > 2
+        time.sleep(0.5)
+        assert house.ask(lambda: (house.engine.gateways, house.engine.session is not None)) == (1, True)
+    finally:
+        for one in at_work:
+            one.stop()
+    assert (executor.link.losses, gateway.link.losses) == (0, 0)
+
+
+def long_check(house: House, seconds: float) -> int:
+    """Keep the engine's thread busy as a long check does; return how often it let others breathe."""
+    assert house.engine.session is not None
+    breaths, end = 0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.2)
+        house.engine.session.memory.breathe()
+        breaths += 1
+    return breaths
 
 
 def test_a_handle_used_twice_ends_that_gateway_only(house: House) -> None:

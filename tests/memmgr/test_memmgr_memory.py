@@ -10,7 +10,7 @@ from memmgr.core.blocks import BlockState
 from memmgr.core.lineage import Lineage, root_hash
 from memmgr.core.memory import Memory
 from memmgr.core.prefix import Match
-from memmgr.core.table import MemoryCounters, Table
+from memmgr.core.table import Admission, MemoryCounters, Table
 
 ROOT = root_hash("model", "tenant", "")
 
@@ -476,3 +476,25 @@ def test_what_comes_back_after_it_was_evicted_has_proven_its_use() -> None:
     memory = Memory(10, 4, prefix_cache=True, counters=MemoryCounters())
     one_after_the_other(memory, back, *once[:35], back, *once[35:])
     assert cached_blocks(memory, back) == 0
+
+
+def test_a_long_check_lets_others_breathe() -> None:
+    memory = Memory(40_000, 1, prefix_cache=True, counters=MemoryCounters())
+    one_after_the_other(memory, range(100, 35_100))
+    breaths: list[None] = []
+    memory.breathe = lambda: breaths.append(None)
+    assert memory.check_invariants() > 0
+    assert len(breaths) >= 3 * 3  # pool, index and what holds between them, each in parts
+
+
+def test_what_a_growth_would_evict_is_looked_up_once_for_each_block() -> None:
+    """Of a chain, its end goes first: what stands on a block has been counted, and is not walked through again."""
+    memory = Memory(600, 1, prefix_cache=True, counters=MemoryCounters())
+    one_after_the_other(memory, range(100, 690))
+    order = list(memory.pool.eviction_order())
+    gone: dict[int, None] = {}
+    for block in order:
+        assert memory.index.standing_on(block, gone) == [block]
+        gone[block] = None
+    assert memory.index.standing_on(order[-1]) == order
+    assert memory.plan_evictions(Admission(Match(), 0), 600) == order
