@@ -73,7 +73,7 @@ Signature = tuple[Any, ...]
 _KNOWN_ATTRIBUTES: Final = {
     SwappingMemory: (
         "block_size prefix_cache counters pool index pins now _records _tables _copies _held _freed _planning "
-        "host _swapped _outs _ins quotas _evicted"
+        "host _swapped _outs _ins quotas _evicted breathe"
     ),
     HostBlocks: "total references _free _unused _leaving",
     SwappedTable: "owner lineage blocks planned",
