@@ -8,6 +8,7 @@ import tempfile
 from array import array
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import hypothesis.strategies as st
@@ -238,7 +239,7 @@ def test_no_part_of_a_memory_is_forgotten(path: Path) -> None:
     journal = open_journal(path)
     memory = memory_of(journal, 4, 2, prefix_cache=True, counters=MemoryCounters())
     parts = {name: type(value) for name, value in vars(memory).items() if not name.startswith("_")}
-    values = {"block_size": int, "prefix_cache": bool, "counters": MemoryCounters, "now": float}
+    values = {"block_size": int, "prefix_cache": bool, "counters": MemoryCounters, "now": float, "breathe": FunctionType}
     changed_by_the_memory_alone = {"pool": BlockPool, "index": PrefixIndex, "host": HostBlocks}
     decide_and_change_nothing = {"quotas": Quotas}  # what planners were allowed; the journal has what was done
     assert parts == {**values, **changed_by_the_memory_alone, **decide_and_change_nothing, "pins": JournaledPins}
