@@ -23,6 +23,9 @@ from tests.memmgr.test_memmgr_session_machine import SessionMachine
 
 _MINUTE: Final = 60.0
 
+#: Examples of one run of hypothesis, each with a seed of its own: to find what it has not tried yet takes it longer and longer.
+_AT_ONCE: Final = 500
+
 
 class Progress:
     """Says how many examples were done, not too often."""
@@ -69,16 +72,17 @@ def prove_machine(machine: type[RuleBasedStateMachine], examples: int, steps: in
             progress.count()
 
     Counted.__name__ = Counted.__qualname__ = machine.__name__
-    run_state_machine_as_test(
-        Counted,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    while progress.done < examples:
+        run_state_machine_as_test(
+            Counted,
+            settings=settings(
+                max_examples=min(_AT_ONCE, examples - progress.done),
+                stateful_step_count=steps,
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
     print(f"{machine.__name__}: {progress.done:,} examples, {time.monotonic() - progress.began:.0f} s", flush=True)
 
 
