@@ -1,0 +1,155 @@
+"""The backend for NVIDIA GPUs: the protocol of kernels/interface.py, by launching Triton's kernels.
+
+Knows steps, frames and launches; what a kernel computes is in the modules beside. Once a step `prepare` sends a few small numbers to
+the device, in one copy. After that nothing waits for the device: all grids come from what the host knows, so that a step's
+launches can be captured in a CUDA graph.
+
+On a CPU it works in Triton's interpreter only (TRITON_INTERPRET=1 before Triton is imported), which is how it is tested without
+a GPU, and far too slow for anything else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernels.interface import AttentionRule, CacheShape, FrameLayout, KvCache, StepRows
+from kernels.registry import BackendError
+from kernels.triton.common import INTERPRETED
+from kernels.triton.launches import Layer, Parts, copying, decoding, prefilling, tiles_of_group, writing
+from kernels.triton.tiles import split_tokens
+
+#: Taken for the device's where the interpreter runs: an H100's.
+_PROCESSORS: Final = 132
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A step's numbers on the device, and what its layers use one after the other."""
+
+    cache: KvCache
+    rows: StepRows
+    contexts: Tensor  # [sequences] int32
+    starts: Tensor  # [sequences + 1] int32, each sequence's first row
+    processors: int
+    splits: dict[tuple[int | None, int], tuple[int, int]] = field(default_factory=dict)
+    parts: dict[tuple[int, int, int], Parts] = field(default_factory=dict)
+
+    def layer(self, number: int) -> Layer:
+        """Return what the launches for a layer need."""
+        return Layer(self.cache.frames, self.cache.shape, number, self.rows.tables, self.contexts)
+
+    def split(self, window: int | None, programs_each: int) -> tuple[int, int]:
+        """Return (tokens of a split, splits) for the decodes of a layer."""
+        found = self.splits.get((window, programs_each))
+        if found is None:
+            contexts = self.rows.context_lengths[: self.rows.decodes]
+            seen = contexts if window is None else [min(context, window) for context in contexts]
+            tokens = split_tokens(seen, programs_each, self.processors)
+            found = self.splits[window, programs_each] = (tokens, -(-max(seen) // tokens))
+        return found
+
+    def parts_of(self, splits: int, q_heads: int, value_size: int) -> Parts:
+        """Return room for the splits' results: the same for all layers alike, as they run one after the other."""
+        found = self.parts.get((splits, q_heads, value_size))
+        if found is None:
+            extent = (self.rows.decodes, splits, q_heads)
+            empty = self.contexts.new_empty
+            sums = empty((*extent, value_size), dtype=torch.float32)
+            found = Parts(sums, empty(extent, dtype=torch.float32), empty(extent, dtype=torch.float32))
+            self.parts[splits, q_heads, value_size] = found
+        return found
+
+
+class TritonBackend:
+    """See the module."""
+
+    name = "triton"
+
+    def layout(self, shape: CacheShape) -> FrameLayout:
+        """Return the frame's size: exactly K and V of all layers, of a layer one KV head after the other, K before V.
+
+        A row of 16-byte multiples begins at one; others are not padded, and load more slowly.
+        """
+        return FrameLayout("layer-head-kv-token/1", shape.block_size * sum(layer.token_elements for layer in shape.layers))
+
+    def prepare(self, cache: KvCache, rows: StepRows) -> PreparedStep:
+        """Send contexts and first rows to the device.
+
+        Raises:
+            BackendError: the cache is not on a GPU, and the kernels are not interpreted.
+        """
+        device = _device_of(cache.frames)
+        sequences = len(rows.query_lengths)
+        starts = [0]
+        for length in rows.query_lengths:
+            starts.append(starts[-1] + length)
+        packed = _to_device([*rows.context_lengths, *starts], torch.int32, device)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _PROCESSORS
+        return PreparedStep(cache, rows, packed[:sequences], packed[sequences:], processors)
+
+    def write_kv(self, prepared: PreparedStep, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store all rows in one launch."""
+        writing(prepared.layer(layer), keys, values, prepared.rows.write_slots).start()
+
+    def paged_attention(self, prepared: PreparedStep, layer: int, queries: Tensor, rule: AttentionRule) -> Tensor:
+        """Attend: the decodes in one launch or two, all chunks in another."""
+        own, decodes = prepared.layer(layer), prepared.rows.decodes
+        q_heads, value_size = queries.shape[1], own.own.value_size
+        output = queries.new_empty(queries.shape[0], q_heads, value_size)
+        if decodes:
+            tokens, splits = prepared.split(rule.window, tiles_of_group(own, q_heads))
+            parts = None if splits == 1 else prepared.parts_of(splits, q_heads, value_size)
+            for launch in decoding(own, output, queries, rule, decodes, tokens, parts):
+                launch.start()
+        chunks = len(prepared.rows.query_lengths) - decodes
+        if chunks:
+            prefilling(own, output, queries, rule, decodes, chunks, prepared.starts).start()
+        return output
+
+    def copy_blocks(self, cache: KvCache, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy all frames in one launch.
+
+        Raises:
+            BackendError: as `prepare`.
+        """
+        device = _device_of(cache.frames)
+        if copies:
+            flat = [block for pair in copies for block in pair]
+            copying(cache.frames, _to_device(flat, torch.int64, device).view(-1, 2)).start()
+
+    def swap_blocks(self, source: Tensor, destination: Tensor, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy frames between the device and pinned memory of the host, (source, destination), in order on the current stream.
+
+        Neighbours that stay neighbours are one copy. The host may look at its frames once the stream has come this far.
+        """
+        for first, target, length in _runs(moves):
+            destination[target : target + length].copy_(source[first : first + length], non_blocking=True)
+
+
+def _device_of(frames: Tensor) -> torch.device:
+    if frames.device.type != "cuda" and not INTERPRETED.value:
+        raise BackendError(f"--attention triton: the cache is on {frames.device}; Triton's kernels need an NVIDIA GPU")
+    return frames.device
+
+
+def _to_device(numbers: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Send numbers without waiting for them to arrive: from pinned memory, which torch keeps until they have."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def _runs(moves: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Return (source, destination, length) of moves, joined where both sides follow on each other."""
+    runs: list[tuple[int, int, int]] = []
+    for source, destination in moves:
+        if runs:
+            first, target, length = runs[-1]
+            if source == first + length and destination == target + length:
+                runs[-1] = (first, target, length + 1)
+                continue
+        runs.append((source, destination, 1))
+    return runs
