@@ -36,12 +36,27 @@ def load_tile(
     columns = tl.arange(0, PADDED)
     places = start + offsets[:, None] + columns[None, :] * stride
     if ALL_SEEN and SIZE == PADDED:
-        return tl.load(places)
-    if SIZE == PADDED:
-        return tl.load(places, mask=seen[:, None], other=0.0)
-    if ALL_SEEN:
-        return tl.load(places, mask=columns[None, :] < SIZE, other=0.0)
-    return tl.load(places, mask=seen[:, None] & (columns[None, :] < SIZE), other=0.0)
+        tile = tl.load(places)
+    elif SIZE == PADDED:
+        tile = tl.load(places, mask=seen[:, None], other=0.0)
+    elif ALL_SEEN:
+        tile = tl.load(places, mask=columns[None, :] < SIZE, other=0.0)
+    else:
+        tile = tl.load(places, mask=seen[:, None] & (columns[None, :] < SIZE), other=0.0)
+    return tile
+
+
+@triton.jit
+def load_blocks(
+    table: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803
+) -> tl.tensor:
+    """Return the block of each token of a tile; the table is not read from `end` on."""
+    tokens = first + tl.arange(0, TOKENS)
+    return tl.load(table + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
 
 
 @triton.jit
@@ -59,6 +74,7 @@ def attend_tile(
     sums: tl.tensor,
     peaks: tl.tensor,
     totals: tl.tensor,
+    blocks: tl.tensor,
     queries: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
@@ -76,13 +92,15 @@ def attend_tile(
     BLOCK_SIZE: tl.constexpr,  # noqa: N803
     TOKENS: tl.constexpr,  # noqa: N803
     MASK: tl.constexpr,  # noqa: N803
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Take the tokens first .. first + TOKENS - 1 of a sequence into the online softmax of some query rows.
 
     Args:
         sums: [rows, VALUE_PADDED], the weighted values so far, relative to `peaks`.
         peaks: [rows], the highest score so far.
         totals: [rows], the sum of weights so far, relative to `peaks`.
+        blocks: [TOKENS], the tile's blocks. Those of the next tile are asked for here and are the last result: so the table
+            is never waited for, and the pipeline of K and V has one load in it and not two that depend on each other.
         queries: [rows, KEY_PADDED].
         first: the first token of the tile.
         end: no token from here on is read.
@@ -101,10 +119,7 @@ def attend_tile(
     """
     tokens = first + tl.arange(0, TOKENS)
     seen = tokens < end
-    if MASK == 0:
-        blocks = tl.load(table + tokens // BLOCK_SIZE)
-    else:
-        blocks = tl.load(table + tokens // BLOCK_SIZE, mask=seen, other=0)
+    upcoming = load_blocks(table, first + TOKENS, end, BLOCK_SIZE, TOKENS)
     frames = blocks.to(tl.int64) * frame_stride
     slots = tokens % BLOCK_SIZE
     keys = load_tile(head, frames + slots * KEY_SIZE, 1, seen, KEY_SIZE, KEY_PADDED, MASK == 0)
@@ -130,7 +145,7 @@ def attend_tile(
         head + BLOCK_SIZE * KEY_SIZE, frames + slots * VALUE_SIZE, 1, seen, VALUE_SIZE, VALUE_PADDED, MASK == 0
     )
     sums = product(weights.to(values.dtype), values, sums * shrink[:, None])
-    return sums, higher, totals
+    return sums, higher, totals, upcoming
 
 
 @triton.jit
@@ -140,8 +155,10 @@ def factors(peaks: tl.tensor, totals: tl.tensor, sinks: tl.tensor | None, exists
     With `sinks`, pointers to one more logit for each row that exists, which takes part in the softmax and has no value.
     """
     if sinks is None:
-        return 1.0 / totals
-    logits = tl.load(sinks, mask=exists, other=0.0).to(tl.float32) * 1.4426950408889634
-    higher = tl.maximum(peaks, logits)
-    shrink = tl.exp2(peaks - higher)
-    return shrink / (totals * shrink + tl.exp2(logits - higher))
+        factor = 1.0 / totals
+    else:
+        logits = tl.load(sinks, mask=exists, other=0.0).to(tl.float32) * 1.4426950408889634
+        higher = tl.maximum(peaks, logits)
+        shrink = tl.exp2(peaks - higher)
+        factor = shrink / (totals * shrink + tl.exp2(logits - higher))
+    return factor

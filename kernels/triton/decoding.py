@@ -9,7 +9,7 @@ All query heads of a KV head are the rows of one product, so that K and V are lo
 import triton
 import triton.language as tl
 
-from kernels.triton.common import attend_tile, factors, load_tile
+from kernels.triton.common import attend_tile, factors, load_blocks, load_tile
 
 
 @triton.jit(do_not_specialize=["table_stride", "split_tokens", "window"])
@@ -76,9 +76,10 @@ def decode(
     sums = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
     peaks = tl.full([ROWS], float("-inf"), tl.float32)
     totals = tl.zeros([ROWS], tl.float32)
+    blocks = load_blocks(table, start, end, BLOCK_SIZE, TOKENS)
     for first in range(start, end, TOKENS):
-        sums, peaks, totals = attend_tile(
-            sums, peaks, totals, tile, first, end, members, head, table, frame_stride, scale, softcap, window,
+        sums, peaks, totals, blocks = attend_tile(
+            sums, peaks, totals, blocks, tile, first, end, members, head, table, frame_stride, scale, softcap, window,
             KEY_SIZE, VALUE_SIZE, KEY_PADDED, VALUE_PADDED, BLOCK_SIZE, TOKENS, 1,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ follow each other, wherever a token begins: no ratio of heads wastes a row, and 
 import triton
 import triton.language as tl
 
-from kernels.triton.common import attend_tile, factors, load_tile
+from kernels.triton.common import attend_tile, factors, load_blocks, load_tile
 
 
 @triton.jit
@@ -105,16 +105,18 @@ def prefill(
     if window is None:
         # All rows see all of these tiles.
         start = (nearest + 1) // TOKENS * TOKENS
+        blocks = load_blocks(table, 0, start, BLOCK_SIZE, TOKENS)
         for first in range(0, start, TOKENS):
-            sums, peaks, totals = attend_tile(
-                sums, peaks, totals, tile_queries, first, start, positions, head, table, frame_stride, scale, softcap, window,
+            sums, peaks, totals, blocks = attend_tile(
+                sums, peaks, totals, blocks, tile_queries, first, start, positions, head, table, frame_stride, scale, softcap, window,
                 KEY_SIZE, VALUE_SIZE, KEY_PADDED, VALUE_PADDED, BLOCK_SIZE, TOKENS, 0,
             )  # fmt: skip
     else:
         start = tl.maximum(nearest - window + 1, 0)
+    blocks = load_blocks(table, start, farthest + 1, BLOCK_SIZE, TOKENS)
     for first in range(start, farthest + 1, TOKENS):
-        sums, peaks, totals = attend_tile(
-            sums, peaks, totals, tile_queries, first, farthest + 1, positions, head, table, frame_stride, scale, softcap, window,
+        sums, peaks, totals, blocks = attend_tile(
+            sums, peaks, totals, blocks, tile_queries, first, farthest + 1, positions, head, table, frame_stride, scale, softcap, window,
             KEY_SIZE, VALUE_SIZE, KEY_PADDED, VALUE_PADDED, BLOCK_SIZE, TOKENS, 2,
         )  # fmt: skip
 
