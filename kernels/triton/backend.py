@@ -10,7 +10,7 @@ a GPU, and far too slow for anything else.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,11 +19,7 @@ from kernels.interface import AttentionRule, CacheShape, FrameLayout, KvCache, S
 from kernels.registry import BackendError
 from kernels.triton.common import INTERPRETED
 from kernels.triton.launches import Layer, Parts, copying, decoding, prefilling, tiles_of_group, writing
-from kernels.triton.tiles import split_tokens
-
-#: Taken for the device's where the interpreter runs: an H100's.
-_PROCESSORS: Final = 132
-
+from kernels.triton.tiles import ASSUMED, Chip, split_tokens
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
@@ -33,13 +29,13 @@ class PreparedStep:
     rows: StepRows
     contexts: Tensor  # [sequences] int32
     starts: Tensor  # [sequences + 1] int32, each sequence's first row
-    processors: int
+    chip: Chip
     splits: dict[tuple[int | None, int], tuple[int, int]] = field(default_factory=dict)
     parts: dict[tuple[int, int, int], Parts] = field(default_factory=dict)
 
     def layer(self, number: int) -> Layer:
         """Return what the launches for a layer need."""
-        return Layer(self.cache.frames, self.cache.shape, number, self.rows.tables, self.contexts)
+        return Layer(self.cache.frames, self.cache.shape, number, self.rows.tables, self.contexts, self.chip)
 
     def split(self, window: int | None, programs_each: int) -> tuple[int, int]:
         """Return (tokens of a split, splits) for the decodes of a layer."""
@@ -47,7 +43,7 @@ class PreparedStep:
         if found is None:
             contexts = self.rows.context_lengths[: self.rows.decodes]
             seen = contexts if window is None else [min(context, window) for context in contexts]
-            tokens = split_tokens(seen, programs_each, self.processors)
+            tokens = split_tokens(seen, programs_each, self.chip)
             found = self.splits[window, programs_each] = (tokens, -(-max(seen) // tokens))
         return found
 
@@ -87,8 +83,7 @@ class TritonBackend:
         for length in rows.query_lengths:
             starts.append(starts[-1] + length)
         packed = _to_device([*rows.context_lengths, *starts], torch.int32, device)
-        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _PROCESSORS
-        return PreparedStep(cache, rows, packed[:sequences], packed[sequences:], processors)
+        return PreparedStep(cache, rows, packed[:sequences], packed[sequences:], _chip(device))
 
     def write_kv(self, prepared: PreparedStep, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store all rows in one launch."""
@@ -133,6 +128,14 @@ def _device_of(frames: Tensor) -> torch.device:
     if frames.device.type != "cuda" and not INTERPRETED.value:
         raise BackendError(f"--attention triton: the cache is on {frames.device}; Triton's kernels need an NVIDIA GPU")
     return frames.device
+
+
+@cache
+def _chip(device: torch.device) -> Chip:
+    if device.type != "cuda":
+        return ASSUMED
+    found = torch.cuda.get_device_properties(device)
+    return Chip(found.multi_processor_count, hopper=found.major >= 9)
 
 
 def _to_device(numbers: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:

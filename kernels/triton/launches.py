@@ -14,7 +14,7 @@ from kernels.interface import AttentionRule, CacheShape, LayerShape
 from kernels.triton.decoding import decode, join
 from kernels.triton.prefilling import prefill
 from kernels.triton.storing import copy, write
-from kernels.triton.tiles import MAX_SPLITS, decode_tile, padded, prefill_tile
+from kernels.triton.tiles import MAX_SPLITS, Chip, decode_tile, padded, prefill_tile
 
 _LOG2_E: Final = math.log2(math.e)
 
@@ -57,6 +57,7 @@ class Layer:
     number: int
     tables: Tensor  # [sequences, width] int32
     contexts: Tensor  # [sequences] int32
+    chip: Chip
 
     @property
     def own(self) -> LayerShape:
@@ -173,7 +174,7 @@ def prefilling(
         starts: [sequences + 1] int32, each sequence's first row.
     """
     arguments = layer.attention(output, queries, rule)
-    tile = prefill_tile(layer.size, layer.frames.itemsize)
+    tile = prefill_tile(layer.size, layer.frames.itemsize, layer.chip)
     # See `first_tile`: enough for any chunks of so many rows.
     tiles = (queries.shape[0] - decodes) * arguments["GROUP"] // tile.rows + chunks
     return Launch(

@@ -26,6 +26,18 @@ MAX_SPLITS: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
+class Chip:
+    """What the choices know of a GPU."""
+
+    processors: int
+    hopper: bool  # or newer
+
+
+#: Assumed where there is no GPU: an H100.
+ASSUMED: Final = Chip(processors=132, hopper=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Tile:
     """How an attention kernel is run: `rows` of queries against `tokens` at a time."""
 
@@ -54,25 +66,28 @@ def decode_tile(group: int, size: int, itemsize: int) -> Tile:
     return Tile(rows, tokens, warps=4, stages=3)
 
 
-def prefill_tile(size: int, itemsize: int) -> Tile:
-    """Return the tile for prefilling; the arguments are those of `decode_tile`."""
+def prefill_tile(size: int, itemsize: int, chip: Chip) -> Tile:
+    """Return the tile for prefilling; see `decode_tile`."""
     if itemsize == 4:
         # Products of float32 run on the ordinary units, and keep both operands in registers.
-        return Tile(32, 32 if size <= 64 else 16, warps=4, stages=1)
-    if size <= 128:
-        return Tile(128, 64, warps=8, stages=2)
-    return Tile(64, 32, warps=4, stages=2)
+        if size <= 64:
+            return Tile(32, 32, warps=4, stages=1)
+        return Tile(32, 16, warps=8, stages=1) if size <= 128 else Tile(16, 16, warps=4, stages=1)
+    if size > 128:
+        return Tile(64, 32, warps=8, stages=3)
+    # Before Hopper, products read K and V by way of registers, which 64 tokens of 128 elements fill up.
+    return Tile(128, 64 if size <= 64 or chip.hopper else 32, warps=8, stages=3)
 
 
-def split_tokens(seen: Sequence[int], programs_each: int, processors: int) -> int:
+def split_tokens(seen: Sequence[int], programs_each: int, chip: Chip) -> int:
     """Return how many tokens a split has: a power of two.
 
     Args:
         seen: tokens that each decode attends to.
         programs_each: programs that each split of a decode takes.
-        processors: of the device.
+        chip: the device.
     """
-    wanted = sum(seen) * programs_each // (processors * _PROGRAMS)
+    wanted = sum(seen) * programs_each // (chip.processors * _PROGRAMS)
     longest = max(seen)
     tokens = _SPLIT_SHORTEST
     while (tokens < wanted and tokens < _SPLIT_LONGEST) or tokens * MAX_SPLITS < longest:
