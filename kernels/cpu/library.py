@@ -136,6 +136,22 @@ class Library:
     write: Callable[..., int]  # (instructions, call) -> status
     copy: Callable[..., None]  # (call)
 
+    def choose(self, wanted: str | None) -> str:
+        """Return the instruction set of that name, or the best one.
+
+        Raises:
+            LibraryError: this machine does not have it, or the library was compiled without it.
+        """
+        if wanted is None:
+            return list(self.supported)[-1]
+        if wanted not in self.supported:
+            raise LibraryError(f"{wanted} can't be used here; there is {', '.join(self.supported)}")
+        return wanted
+
+    def number(self, name: str) -> int:
+        """Return what the functions call a supported instruction set."""
+        return self.supported[name]
+
 
 def why_missing() -> str:
     """Return why the library can't be used in this process; empty: it can."""

@@ -211,6 +211,15 @@ def test_the_instruction_sets_are_those_of_this_machine() -> None:
     assert library.instructions() == expected_instructions()
 
 
+def test_the_best_instruction_set_is_chosen_and_no_unknown_one() -> None:
+    here = library.load()
+    assert here.choose(None) == library.instructions()[-1]
+    assert here.choose("avx2") == "avx2"
+    assert here.number("avx2") == 0
+    with pytest.raises(library.LibraryError, match="sse2 can't be used here; there is avx2"):
+        here.choose("sse2")
+
+
 def test_one_without_a_stamp_is_refused(tmp_path: Path, made: Path) -> None:
     shutil.copy(made / build.LIBRARY, tmp_path)
     with pytest.raises(library.LibraryError, match="it was not compiled"):
