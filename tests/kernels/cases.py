@@ -5,6 +5,8 @@ CPU, so that every backend on every device gets the same ones.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, Literal
@@ -54,6 +56,7 @@ class Case:
     scale: float | None = None  # None: one over the root of the key's size
     scatter: Scatter = "sparse"
     strides: Strides = "transposed"
+    threads: int = 1  # of a backend on the CPU
     seed: int = 0
 
 
@@ -131,6 +134,11 @@ def check(backend: AttentionBackend[Any], case: Case, device: str = "cpu") -> No
 
 def outputs(backend: AttentionBackend[Any], step: Step, scatter: Scatter, device: str = "cpu") -> list[Tensor]:
     """Return each layer's result, in a pool that was full of NaN: what was not written must not reach an output."""
+    with threads(step.case.threads):
+        return _outputs(backend, step, scatter, device)
+
+
+def _outputs(backend: AttentionBackend[Any], step: Step, scatter: Scatter, device: str) -> list[Tensor]:
     case = step.case
     tables = tables_of([-(-sequence.context // case.block_size) for sequence in step.sequences], scatter, case.seed)
     cache = poisoned(backend, CacheShape(case.layers, case.block_size, case.dtype), tables, device)
@@ -150,6 +158,17 @@ def outputs(backend: AttentionBackend[Any], step: Step, scatter: Scatter, device
             rule = AttentionRule(rule.scale, rule.window, rule.softcap, rule.sinks.to(device))
         found.append(backend.paged_attention(prepared, number, queries, rule))
     return found
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch, and whoever asks it, work with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _write_past(backend: AttentionBackend[Any], cache: KvCache, step: Step, tables: list[list[int]]) -> None:
@@ -200,6 +219,7 @@ def rows_of(
     device: str = "cpu",
 ) -> StepRows:
     """Return the step's rows; tables are padded with the scratch block, one entry more than the longest needs."""
+    sequences = tuple(sequences)
     width = max(len(table) for table in tables) + 1
     slots = [
         table[position // block_size] * block_size + position % block_size

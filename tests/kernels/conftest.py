@@ -1,4 +1,4 @@
-"""One thread, because tiny tensors gain nothing from a second; Triton's interpreter where there is no GPU; the backend of a test."""
+"""One thread, as tiny tensors gain nothing from a second; Triton's interpreter where there is no GPU; the backend of a test."""
 
 import os
 

@@ -30,10 +30,11 @@ VALUES: Final[Mapping[str, Sequence[Any]]] = {
     "scatter": ("ordered", "shuffled", "sparse"),
     "strides": ("contiguous", "joined", "transposed", "spread"),
     "layers": (1, 2),
+    "threads": (1, 2, 3),
 }
 
 #: The interpreter takes some 9 ms for a program, so contexts stay short.
-SMALL: Final = {**VALUES, "block_size": (1, 2, 7, 8, 16, 24, 32)}
+SMALL: Final = {**VALUES, "block_size": (1, 2, 7, 8, 16, 24, 32), "threads": (1,)}
 
 WINDOWS: Final = {None: None, "one token": 1, "few tokens": 5, "more than there is": 10**6}
 
@@ -60,6 +61,7 @@ def case_of(values: Mapping[str, Any], long: int, seed: int) -> Case:
         scale=values["scale"],
         scatter=values["scatter"],
         strides=values["strides"],
+        threads=values["threads"],
         seed=seed,
     )
 
