@@ -1,0 +1,205 @@
+"""The native backend for CPUs: tensors in, addresses and strides out to kernels/cpu/native.
+
+Knows the interface and the library's structures; not how anything is computed. What the library takes on trust is checked here:
+shapes, dtypes, devices. That tables and slots name blocks of the pool is the caller's part (executor/batch.py checks plans).
+
+Like torch's own operations, and for the sake of OpenMP, it is used by one thread of the process.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.cpu import library
+from kernels.cpu.library import AttendCall, CopyCall, Layer, Rows, Strided, WriteCall
+from kernels.interface import AttentionRule, CacheShape, FrameLayout, KvCache, LayerShape, StepRows
+
+#: Fewer elements of K and V than this are written by one thread: waking another takes as long.
+_SHARED_WRITE: Final = 2048
+
+#: Fewer bytes than this are copied by one thread.
+_SHARED_COPY: Final = 128 * 1024
+
+_ALIGNMENT: Final = 64
+
+
+@dataclass(slots=True)
+class PreparedStep:
+    """One step's calls. `keep` has the arrays that they point to."""
+
+    cache: KvCache
+    rows: int
+    layers: list[Layer]
+    attend: AttendCall
+    write: WriteCall
+    keep: tuple[object, ...]
+    sinks: dict[int, Tensor] = field(default_factory=dict)  # of each layer that has some, as float32
+
+
+class CpuBackend:
+    """See the module.
+
+    Args:
+        instructions: the instruction set to compute with, one of `library.instructions()`; the best of them where it is None.
+
+    Raises:
+        library.LibraryError: the library is not there, or this machine has no such instructions.
+    """
+
+    name = "cpu"
+
+    def __init__(self, instructions: str | None = None) -> None:
+        self._library = library.load()
+        self.instructions = self._library.choose(instructions)
+        self._number = self._library.number(self.instructions)
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+
+    def layout(self, shape: CacheShape) -> FrameLayout:
+        """Return the frame's size: K and V of all layers, sizes padded as native/layout.h says."""
+        return FrameLayout("cpu-sub-tiles-of-16/1", sum(self._elements(layer, shape) for layer in shape.layers))
+
+    def prepare(self, cache: KvCache, rows: StepRows) -> PreparedStep:
+        """Put the step's lengths where the library can read them."""
+        _check_rows(cache, rows)
+        layers, offset = [], 0
+        for layer in cache.shape.layers:
+            layers.append(_layer(layer, cache.shape, cache.frames.data_ptr() + offset, cache.frames.stride(0)))
+            offset += self._elements(layer, cache.shape) * cache.shape.dtype.itemsize
+        assert offset == cache.frames.shape[1] * cache.shape.dtype.itemsize, "the frames are not of this layout"
+        lengths = np.array([rows.query_lengths, rows.context_lengths], dtype=np.int32)
+        tables, slots = rows.tables.contiguous(), rows.write_slots.contiguous()
+        native = Rows(
+            tables=tables.data_ptr(),
+            table_stride=tables.shape[1],
+            query_lengths=lengths[0].ctypes.data,
+            context_lengths=lengths[1].ctypes.data,
+            write_slots=slots.data_ptr(),
+            sequences=len(rows.query_lengths),
+            decodes=rows.decodes,
+            rows=slots.shape[0],
+        )
+        threads = torch.get_num_threads()
+        return PreparedStep(
+            cache=cache,
+            rows=slots.shape[0],
+            layers=layers,
+            attend=AttendCall(rows=native, threads=threads),
+            write=WriteCall(rows=native, threads=threads),
+            keep=(lengths, tables, slots),
+        )
+
+    def write_kv(self, prepared: PreparedStep, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store each row in its slot."""
+        shape, dtype = prepared.cache.shape.layers[layer], prepared.cache.shape.dtype
+        keys, values = _readable(keys, dtype), _readable(values, dtype)
+        assert keys.shape == (prepared.rows, shape.kv_heads, shape.key_size)
+        assert values.shape == (prepared.rows, shape.kv_heads, shape.value_size)
+        call = prepared.write
+        call.layer = prepared.layers[layer]
+        call.keys, call.values = _strided(keys), _strided(values)
+        call.threads = prepared.attend.threads if prepared.rows * shape.token_elements >= _SHARED_WRITE else 1
+        self._check(self._library.write(self._number, ctypes.byref(call)))
+
+    def paged_attention(self, prepared: PreparedStep, layer: int, queries: Tensor, rule: AttentionRule) -> Tensor:
+        """Attend; queries of another dtype than the pool's are rounded to it."""
+        shape, dtype = prepared.cache.shape.layers[layer], prepared.cache.shape.dtype
+        own = _readable(queries, dtype)
+        rows, q_heads, size = own.shape
+        assert (rows, size) == (prepared.rows, shape.key_size)
+        assert q_heads % shape.kv_heads == 0
+        output = torch.empty(rows, q_heads, shape.value_size, dtype=dtype)
+        call = prepared.attend
+        call.layer, call.queries, call.output = prepared.layers[layer], _strided(own), output.data_ptr()
+        call.q_heads, call.scale, call.softcap, call.window = q_heads, rule.scale, rule.softcap or 0.0, rule.window or 0
+        call.sinks = None
+        if rule.sinks is not None:
+            sinks = prepared.sinks[layer] = rule.sinks.to("cpu", torch.float32).contiguous()
+            assert sinks.shape == (q_heads,)
+            call.sinks = sinks.data_ptr()
+        self._give_workspace(call)
+        self._check(self._library.attend(self._number, ctypes.byref(call)))
+        return output.to(queries.dtype)
+
+    def copy_blocks(self, cache: KvCache, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole frames."""
+        self.swap_blocks(cache.frames, cache.frames, copies)
+
+    def swap_blocks(self, source: Tensor, destination: Tensor, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy whole frames from one tensor of frames to another."""
+        if not moves:
+            return
+        assert source.shape[1] == destination.shape[1]
+        assert source.dtype == destination.dtype
+        pairs = np.array(moves, dtype=np.int64)
+        assert 0 <= pairs.min()
+        assert pairs[:, 0].max() < source.shape[0]
+        assert pairs[:, 1].max() < destination.shape[0]
+        size = source.element_size()
+        call = CopyCall(
+            source=source.data_ptr(),
+            destination=destination.data_ptr(),
+            source_stride=source.stride(0) * size,
+            destination_stride=destination.stride(0) * size,
+            frame_bytes=source.shape[1] * size,
+            moves=pairs.ctypes.data,
+            count=len(pairs),
+            threads=torch.get_num_threads() if len(pairs) * source.shape[1] * size >= _SHARED_COPY else 1,
+        )
+        self._library.copy(ctypes.byref(call))
+
+    def _elements(self, layer: LayerShape, shape: CacheShape) -> int:
+        return self._library.layer_elements(ctypes.byref(_layer(layer, shape, 0, 0)))
+
+    def _give_workspace(self, call: AttendCall) -> None:
+        need = self._library.attend_workspace(self._number, ctypes.byref(call)) + _ALIGNMENT
+        if need > self._workspace.shape[0]:
+            self._workspace = torch.empty(need, dtype=torch.uint8)
+        start = self._workspace.data_ptr()
+        call.workspace = start + -start % _ALIGNMENT
+        call.workspace_bytes = self._workspace.shape[0] - -start % _ALIGNMENT
+
+    def _check(self, status: int) -> None:
+        assert status == 0, f"the library refused the call: status {status}"
+
+
+def _layer(layer: LayerShape, shape: CacheShape, base: int, stride: int) -> Layer:
+    return Layer(
+        base=base,
+        frame_stride=stride * shape.dtype.itemsize,
+        element=library.ELEMENTS[shape.dtype],
+        block_size=shape.block_size,
+        kv_heads=layer.kv_heads,
+        key_size=layer.key_size,
+        value_size=layer.value_size,
+    )
+
+
+def _readable(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the same values with the elements of a head side by side."""
+    states = states.to(dtype)
+    return states if states.stride(-1) == 1 else states.contiguous()
+
+
+def _strided(states: Tensor) -> Strided:
+    size = states.element_size()
+    return Strided(states.data_ptr(), states.stride(0) * size, states.stride(1) * size)
+
+
+def _check_rows(cache: KvCache, rows: StepRows) -> None:
+    sequences = len(rows.query_lengths)
+    assert cache.frames.device.type == "cpu"
+    assert cache.frames.is_contiguous()
+    assert cache.frames.dtype == cache.shape.dtype
+    assert len(rows.context_lengths) == sequences == rows.tables.shape[0]
+    assert 0 <= rows.decodes <= sequences
+    assert rows.tables.dtype == torch.int32
+    assert rows.write_slots.dtype == torch.int64
+    assert sum(rows.query_lengths) == rows.write_slots.shape[0]
+    assert max(rows.context_lengths, default=0) <= rows.tables.shape[1] * cache.shape.block_size
+    assert all(0 < length <= context for length, context in zip(rows.query_lengths, rows.context_lengths, strict=True))
+    assert all(length == 1 for length in rows.query_lengths[: rows.decodes])

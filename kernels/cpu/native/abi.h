@@ -1,0 +1,84 @@
+// What Python and the library say to each other: plain structures, mirrored in kernels/cpu/library.py.
+//
+// Whoever changes one of them raises kAbi. All memory belongs to the caller; nothing here is kept after a call.
+#pragma once
+
+#include <stdint.h>
+
+constexpr int32_t kAbi = 1;
+
+// The dtype of a pool, and of all that is read from it, written to it or computed with it.
+enum Element : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+
+// One layer of a pool. native/layout.h says how it lies in a frame.
+struct Layer {
+  char* base;            // the first byte of this layer's part of frame 0
+  int64_t frame_stride;  // bytes from a frame to the next
+  int32_t element;
+  int32_t block_size;
+  int32_t kv_heads;
+  int32_t key_size;
+  int32_t value_size;
+};
+
+// The rows of one step, as kernels/interface.py's StepRows has them.
+struct Rows {
+  const int32_t* tables;           // [sequences, table_stride]
+  int64_t table_stride;            // entries
+  const int32_t* query_lengths;    // [sequences]
+  const int32_t* context_lengths;  // [sequences]
+  const int64_t* write_slots;      // [rows]
+  int32_t sequences;
+  int32_t decodes;
+  int32_t rows;
+};
+
+// [rows, heads, size] with any row and head stride; the elements of one head lie side by side.
+struct Strided {
+  const char* data;
+  int64_t row_stride;   // bytes
+  int64_t head_stride;  // bytes
+};
+
+struct AttendCall {
+  Layer layer;
+  Rows rows;
+  Strided queries;     // of the pool's dtype
+  char* output;        // [rows, q_heads, value_size], contiguous, of the pool's dtype
+  const float* sinks;  // [q_heads], or null
+  char* workspace;     // kilburn_attend_workspace(call) bytes, aligned to 64
+  int64_t workspace_bytes;
+  int32_t q_heads;
+  int32_t window;  // 0: none
+  float scale;
+  float softcap;  // 0: none
+  int32_t threads;
+};
+
+struct WriteCall {
+  Layer layer;
+  Rows rows;
+  Strided keys;
+  Strided values;
+  int32_t threads;
+};
+
+// Whole frames from one place to another: no destination twice.
+struct CopyCall {
+  const char* source;
+  char* destination;
+  int64_t source_stride;       // bytes from a frame to the next
+  int64_t destination_stride;  // likewise
+  int64_t frame_bytes;
+  const int64_t* moves;  // [count, 2]: source frame, destination frame
+  int64_t count;
+  int32_t threads;
+};
+
+// What one instruction set has to offer. Bodies of parallel regions: each is called by every thread of `threads` with its number.
+struct Kernels {
+  int64_t (*workspace)(const AttendCall&);
+  void (*attend)(const AttendCall&, int thread, int threads);
+  void (*merge)(const AttendCall&, int threads);  // after `attend`, by one thread
+  void (*write)(const WriteCall&, int thread, int threads);
+};

@@ -1,0 +1,148 @@
+// The library as others see it: which instruction sets there are, threads, and one entry for each operation.
+//
+// Compiled for any x86-64: what needs more lies behind a table of `Kernels` of the instruction set that the caller asks for.
+// Arguments are what kernels/cpu/backend.py has checked; only what would write out of bounds is looked at again.
+#include <string.h>
+
+#include "abi.h"
+#define KILBURN_ISA baseline
+#include "layout.h"
+
+namespace avx2 {
+extern const Kernels kernels;
+}
+namespace avx512 {
+extern const Kernels kernels;
+}
+#ifdef KILBURN_HAS_AVX512_BF16
+namespace avx512_bf16 {
+extern const Kernels kernels;
+}
+#endif
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+enum Instructions : int32_t { kAvx2 = 0, kAvx512 = 1, kAvx512Bf16 = 2 };
+
+bool supported(int32_t instructions) {
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  switch (instructions) {
+    case kAvx2: return avx2;
+    case kAvx512: return avx512;
+#ifdef KILBURN_HAS_AVX512_BF16
+    case kAvx512Bf16: return avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
+    default: return false;
+  }
+}
+
+const Kernels* kernels_of(int32_t instructions) {
+  if (!supported(instructions)) return nullptr;
+  switch (instructions) {
+    case kAvx2: return &avx2::kernels;
+    case kAvx512: return &avx512::kernels;
+#ifdef KILBURN_HAS_AVX512_BF16
+    case kAvx512Bf16: return &avx512_bf16::kernels;
+#endif
+    default: return nullptr;
+  }
+}
+
+// The OpenMP runtime that the process has already: torch's. A second one would fight it for the cores, so none is linked.
+// GOMP_parallel is what compilers call for a parallel region; libgomp, libiomp5 and libomp all have it.
+struct Runtime {
+  void (*parallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags) = nullptr;
+  int (*number)() = nullptr;
+  int (*count)() = nullptr;
+} runtime;
+
+template <class Body>
+struct Region {
+  const Body& body;
+  int threads;  // that came; by the first of them
+};
+
+// Call body(thread, threads) on each of at most `threads` threads; returns how many there were.
+template <class Body>
+int parallel(int threads, const Body& body) {
+  if (threads <= 1 || !runtime.parallel) {
+    body(0, 1);
+    return 1;
+  }
+  Region<Body> region{body, 0};
+  runtime.parallel(
+      [](void* data) {
+        auto& own = *static_cast<Region<Body>*>(data);
+        const int number = runtime.number(), count = runtime.count();
+        if (number == 0) own.threads = count;
+        own.body(number, count);
+      },
+      &region, static_cast<unsigned>(threads), 0);
+  return region.threads;
+}
+
+}  // namespace
+
+enum Status : int { kDone = 0, kUnsupported = 1, kWorkspaceTooSmall = 2 };
+
+EXPORT int32_t kilburn_abi() { return kAbi; }
+
+// Sizes of the structures of abi.h in their order there; 0 behind the last.
+EXPORT int64_t kilburn_sizeof(int32_t structure) {
+  constexpr int64_t kSizes[] = {sizeof(Layer), sizeof(Rows), sizeof(Strided), sizeof(AttendCall), sizeof(WriteCall), sizeof(CopyCall)};
+  return structure < 0 || structure >= int32_t(sizeof kSizes / sizeof *kSizes) ? 0 : kSizes[structure];
+}
+
+EXPORT int32_t kilburn_supports(int32_t instructions) { return supported(instructions); }
+
+EXPORT void kilburn_use_threads(void* parallel_region, void* thread_number, void* thread_count) {
+  memcpy(&runtime.parallel, &parallel_region, sizeof(void*));
+  memcpy(&runtime.number, &thread_number, sizeof(void*));
+  memcpy(&runtime.count, &thread_count, sizeof(void*));
+}
+
+// Elements of the pool's dtype that one layer takes in a frame.
+EXPORT int64_t kilburn_layer_elements(const Layer* layer) {
+  const baseline::Layout layout(*layer);
+  return layout.head_bytes * layer->kv_heads / layout.element_bytes;
+}
+
+EXPORT int64_t kilburn_attend_workspace(int32_t instructions, const AttendCall* call) {
+  const Kernels* kernels = kernels_of(instructions);
+  return kernels ? kernels->workspace(*call) : 0;
+}
+
+EXPORT int kilburn_attend(int32_t instructions, const AttendCall* call) {
+  const Kernels* kernels = kernels_of(instructions);
+  if (!kernels) return kUnsupported;
+  if (kernels->workspace(*call) > call->workspace_bytes) return kWorkspaceTooSmall;
+  memset(call->workspace, 0, sizeof(int64_t));  // the counter of pieces
+  const int threads = parallel(call->threads, [&](int thread, int count) { kernels->attend(*call, thread, count); });
+  kernels->merge(*call, threads);
+  return kDone;
+}
+
+EXPORT int kilburn_write(int32_t instructions, const WriteCall* call) {
+  const Kernels* kernels = kernels_of(instructions);
+  if (!kernels) return kUnsupported;
+  parallel(call->threads, [&](int thread, int count) { kernels->write(*call, thread, count); });
+  return kDone;
+}
+
+EXPORT void kilburn_copy(const CopyCall* call) {
+  // Cut within frames too, so that few large ones are shared out as well.
+  parallel(call->threads, [&](int thread, int count) {
+    const int64_t total = call->count * call->frame_bytes, end = total * (thread + 1) / count;
+    for (int64_t at = total * thread / count; at < end;) {
+      const int64_t move = at / call->frame_bytes, offset = at - move * call->frame_bytes;
+      const int64_t left = call->frame_bytes - offset, bytes = end - at < left ? end - at : left;
+      memcpy(call->destination + call->moves[2 * move + 1] * call->destination_stride + offset,
+             call->source + call->moves[2 * move] * call->source_stride + offset, static_cast<size_t>(bytes));
+      at += bytes;
+    }
+  });
+}
