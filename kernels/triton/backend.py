@@ -1,7 +1,7 @@
 """The backend for NVIDIA GPUs: the protocol of kernels/interface.py, by launching Triton's kernels.
 
-Knows steps, frames and launches; what a kernel computes is in the modules beside. Once a step `prepare` sends a few small numbers to
-the device, in one copy. After that nothing waits for the device: all grids come from what the host knows, so that a step's
+Knows steps, frames and launches; what a kernel computes is in the modules beside. Once a step `prepare` sends a few small
+numbers to the device, in one copy. Nothing waits for the device: all grids come from what the host knows, so that a step's
 launches can be captured in a CUDA graph.
 
 On a CPU it works in Triton's interpreter only (TRITON_INTERPRET=1 before Triton is imported), which is how it is tested without
@@ -9,6 +9,7 @@ a GPU, and far too slow for anything else.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -18,8 +19,9 @@ from torch import Tensor
 from kernels.interface import AttentionRule, CacheShape, FrameLayout, KvCache, StepRows
 from kernels.registry import BackendError
 from kernels.triton.common import INTERPRETED
-from kernels.triton.launches import Layer, Parts, copying, decoding, prefilling, tiles_of_group, writing
+from kernels.triton.launches import Launch, Layer, Parts, copying, decoding, prefilling, tiles_of_group, writing
 from kernels.triton.tiles import ASSUMED, Chip, split_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
@@ -87,21 +89,22 @@ class TritonBackend:
 
     def write_kv(self, prepared: PreparedStep, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store all rows in one launch."""
-        writing(prepared.layer(layer), keys, values, prepared.rows.write_slots).start()
+        _start([writing(prepared.layer(layer), keys, values, prepared.rows.write_slots)], prepared.cache.frames.device)
 
     def paged_attention(self, prepared: PreparedStep, layer: int, queries: Tensor, rule: AttentionRule) -> Tensor:
         """Attend: the decodes in one launch or two, all chunks in another."""
         own, decodes = prepared.layer(layer), prepared.rows.decodes
         q_heads, value_size = queries.shape[1], own.own.value_size
         output = queries.new_empty(queries.shape[0], q_heads, value_size)
+        launches = []
         if decodes:
             tokens, splits = prepared.split(rule.window, tiles_of_group(own, q_heads))
             parts = None if splits == 1 else prepared.parts_of(splits, q_heads, value_size)
-            for launch in decoding(own, output, queries, rule, decodes, tokens, parts):
-                launch.start()
+            launches += decoding(own, output, queries, rule, decodes, tokens, parts)
         chunks = len(prepared.rows.query_lengths) - decodes
         if chunks:
-            prefilling(own, output, queries, rule, decodes, chunks, prepared.starts).start()
+            launches.append(prefilling(own, output, queries, rule, decodes, chunks, prepared.starts))
+        _start(launches, prepared.cache.frames.device)
         return output
 
     def copy_blocks(self, cache: KvCache, copies: Sequence[tuple[int, int]]) -> None:
@@ -113,7 +116,7 @@ class TritonBackend:
         device = _device_of(cache.frames)
         if copies:
             flat = [block for pair in copies for block in pair]
-            copying(cache.frames, _to_device(flat, torch.int64, device).view(-1, 2)).start()
+            _start([copying(cache.frames, _to_device(flat, torch.int64, device).view(-1, 2))], device)
 
     def swap_blocks(self, source: Tensor, destination: Tensor, moves: Sequence[tuple[int, int]]) -> None:
         """Copy frames between the device and pinned memory of the host, (source, destination), in order on the current stream.
@@ -136,6 +139,13 @@ def _chip(device: torch.device) -> Chip:
         return ASSUMED
     found = torch.cuda.get_device_properties(device)
     return Chip(found.multi_processor_count, hopper=found.major >= 9)
+
+
+def _start(launches: Sequence[Launch], device: torch.device) -> None:
+    """Start kernels on a device, whichever the thread's own is."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        for launch in launches:
+            launch.start()
 
 
 def _to_device(numbers: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:

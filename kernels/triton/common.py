@@ -12,6 +12,11 @@ import triton.language as tl
 #: Triton reads TRITON_INTERPRET once, when it is imported. Its interpreter multiplies 16-bit floats wrongly.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
+# Which tokens of a tile a query row sees.
+ALL = tl.constexpr(0)
+BEFORE_END = tl.constexpr(1)
+BY_POSITION = tl.constexpr(2)  # up to its own, and as far back as the window goes
+
 
 @triton.jit
 def product(left: tl.tensor, right: tl.tensor, added: tl.tensor) -> tl.tensor:
@@ -28,9 +33,9 @@ def load_tile(
     offsets: tl.tensor,
     stride: tl.tensor,
     seen: tl.tensor,
-    SIZE: tl.constexpr,  # noqa: N803
-    PADDED: tl.constexpr,  # noqa: N803
-    ALL_SEEN: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    ALL_SEEN: tl.constexpr,
 ) -> tl.tensor:
     """Load [rows, PADDED] from rows of SIZE elements; zero, and not read, where a row is not seen and behind its end."""
     columns = tl.arange(0, PADDED)
@@ -51,8 +56,8 @@ def load_blocks(
     table: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr,  # noqa: N803
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
 ) -> tl.tensor:
     """Return the block of each token of a tile; the table is not read from `end` on."""
     tokens = first + tl.arange(0, TOKENS)
@@ -85,13 +90,13 @@ def attend_tile(
     scale: tl.tensor,
     softcap: tl.tensor | None,
     window: tl.tensor | None,
-    KEY_SIZE: tl.constexpr,  # noqa: N803
-    VALUE_SIZE: tl.constexpr,  # noqa: N803
-    KEY_PADDED: tl.constexpr,  # noqa: N803
-    VALUE_PADDED: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr,  # noqa: N803
-    MASK: tl.constexpr,  # noqa: N803
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SEEN: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Take the tokens first .. first + TOKENS - 1 of a sequence into the online softmax of some query rows.
 
@@ -114,36 +119,33 @@ def attend_tile(
         KEY_SIZE, VALUE_SIZE: elements of a token's K and V; PADDED: the next power of two, 16 at least.
         BLOCK_SIZE: tokens of a block.
         TOKENS: tokens of a tile; it need not be a block's.
-        MASK: 0 where every row sees the whole tile, 1 where every row sees the tokens before `end`,
-            2 where each row sees what its position and the window let it.
+        SEEN: see above.
     """
     tokens = first + tl.arange(0, TOKENS)
     seen = tokens < end
     upcoming = load_blocks(table, first + TOKENS, end, BLOCK_SIZE, TOKENS)
     frames = blocks.to(tl.int64) * frame_stride
     slots = tokens % BLOCK_SIZE
-    keys = load_tile(head, frames + slots * KEY_SIZE, 1, seen, KEY_SIZE, KEY_PADDED, MASK == 0)
+    keys = load_tile(head, frames + slots * KEY_SIZE, 1, seen, KEY_SIZE, KEY_PADDED, SEEN == ALL)
     scores = product(queries, tl.trans(keys), tl.zeros([queries.shape[0], TOKENS], tl.float32)) * scale
     if softcap is not None:
         scores = softcap * tanh(scores)
-    if MASK == 1:
+    if SEEN == BEFORE_END:
         scores = tl.where(seen[None, :], scores, float("-inf"))
-    if MASK == 2:
+    if SEEN == BY_POSITION:
         visible = tokens[None, :] <= positions[:, None]
         if window is not None:
             visible = visible & (tokens[None, :] > positions[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
     higher = tl.maximum(peaks, tl.max(scores, 1))
     base = higher
-    if MASK == 2 and window is not None:
+    if SEEN == BY_POSITION and window is not None:
         # A row whose window begins behind this tile has seen nothing yet: -inf - -inf must not arise.
         base = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(peaks - base)
     totals = totals * shrink + tl.sum(weights, 1)
-    values = load_tile(
-        head + BLOCK_SIZE * KEY_SIZE, frames + slots * VALUE_SIZE, 1, seen, VALUE_SIZE, VALUE_PADDED, MASK == 0
-    )
+    values = load_tile(head + BLOCK_SIZE * KEY_SIZE, frames + slots * VALUE_SIZE, 1, seen, VALUE_SIZE, VALUE_PADDED, SEEN == ALL)
     sums = product(weights.to(values.dtype), values, sums * shrink[:, None])
     return sums, higher, totals, upcoming
 

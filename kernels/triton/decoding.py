@@ -9,7 +9,7 @@ All query heads of a KV head are the rows of one product, so that K and V are lo
 import triton
 import triton.language as tl
 
-from kernels.triton.common import attend_tile, factors, load_blocks, load_tile
+from kernels.triton.common import BEFORE_END, attend_tile, factors, load_blocks, load_tile
 
 
 @triton.jit(do_not_specialize=["table_stride", "split_tokens", "window"])
@@ -33,15 +33,15 @@ def decode(
     frame_stride: tl.tensor,
     layer_offset: tl.tensor,
     split_tokens: tl.tensor,
-    KV_HEADS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    KEY_SIZE: tl.constexpr,  # noqa: N803
-    VALUE_SIZE: tl.constexpr,  # noqa: N803
-    KEY_PADDED: tl.constexpr,  # noqa: N803
-    VALUE_PADDED: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr,  # noqa: N803
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ) -> None:
     """Attend with ROWS heads of one group of one sequence to one split of its context.
 
@@ -68,7 +68,7 @@ def decode(
     members = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     exists = members < GROUP
     heads = kv_head * GROUP + members
-    tile = load_tile(
+    group = load_tile(
         queries + sequence * row_stride, heads.to(tl.int64) * head_stride, query_stride, exists, KEY_SIZE, KEY_PADDED, False
     )
     head = frames + layer_offset + kv_head.to(tl.int64) * (BLOCK_SIZE * (KEY_SIZE + VALUE_SIZE))
@@ -79,8 +79,8 @@ def decode(
     blocks = load_blocks(table, start, end, BLOCK_SIZE, TOKENS)
     for first in range(start, end, TOKENS):
         sums, peaks, totals, blocks = attend_tile(
-            sums, peaks, totals, blocks, tile, first, end, members, head, table, frame_stride, scale, softcap, window,
-            KEY_SIZE, VALUE_SIZE, KEY_PADDED, VALUE_PADDED, BLOCK_SIZE, TOKENS, 1,
+            sums, peaks, totals, blocks, group, first, end, members, head, table, frame_stride, scale, softcap, window,
+            KEY_SIZE, VALUE_SIZE, KEY_PADDED, VALUE_PADDED, BLOCK_SIZE, TOKENS, BEFORE_END,
         )  # fmt: skip
 
     columns = tl.arange(0, VALUE_PADDED)
@@ -109,10 +109,10 @@ def join(
     window: tl.tensor | None,
     splits: tl.tensor,
     split_tokens: tl.tensor,
-    VALUE_SIZE: tl.constexpr,  # noqa: N803
-    VALUE_PADDED: tl.constexpr,  # noqa: N803
-    MAX_SPLITS: tl.constexpr,  # noqa: N803
-    SPLITS: tl.constexpr,  # noqa: N803
+    VALUE_SIZE: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ) -> None:
     """Join the splits of one query head of one sequence, SPLITS at a time. Grid: (q_heads, sequences).
 

@@ -1,4 +1,4 @@
-"""From tensors to a kernel with its grid and arguments. Pure: what comes out is started by the backend, or compiled and looked at.
+"""From tensors to a kernel with its grid and arguments. Pure: the backend starts what comes out, others compile and look at it.
 
 Knows the layout of frames, strides and tiles; not devices. Nothing here reads a tensor.
 """
@@ -213,7 +213,7 @@ def writing(layer: Layer, keys: Tensor, values: Tensor, slots: Tensor) -> Launch
 def copying(frames: Tensor, copies: Tensor) -> Launch:
     """Return the launch that copies frames. `copies` is [copies, 2] int64, sources and destinations."""
     words = as_words(frames)
-    grid = (-(-words.shape[1] // _COPIED), copies.shape[0])
+    grid = (copies.shape[0], -(-words.shape[1] // _COPIED))
     return Launch(copy, grid, {"frames": words, "copies": copies, "words": words.shape[1], "WORDS": _COPIED})
 
 

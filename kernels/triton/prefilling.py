@@ -2,18 +2,18 @@
 
 Knows Triton's language; how many tiles there are at most is worked out in `launches`.
 
-A chunk's queries for one KV head are one list of rows, token by token, the group's heads side by side. A tile is ROWS of them that
-follow each other, wherever a token begins: no ratio of heads wastes a row, and a group may be larger than a tile.
+A chunk's queries for one KV head are one list of rows, token by token, the group's heads side by side. A tile is ROWS of them
+that follow each other, wherever a token begins: no ratio of heads wastes a row, and a group may be larger than a tile.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.triton.common import attend_tile, factors, load_blocks, load_tile
+from kernels.triton.common import ALL, BY_POSITION, attend_tile, factors, load_blocks, load_tile
 
 
 @triton.jit
-def chunk_of(tile: tl.tensor, starts: tl.tensor, chunks: tl.tensor, GROUP: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:  # noqa: N803
+def chunk_of(tile: tl.tensor, starts: tl.tensor, chunks: tl.tensor, GROUP: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
     """Return which chunk a tile belongs to: the last one whose first tile is not behind it, by bisection."""
     low = 0
     high = chunks
@@ -27,7 +27,7 @@ def chunk_of(tile: tl.tensor, starts: tl.tensor, chunks: tl.tensor, GROUP: tl.co
 
 
 @triton.jit
-def first_tile(chunk: tl.tensor, starts: tl.tensor, GROUP: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:  # noqa: N803
+def first_tile(chunk: tl.tensor, starts: tl.tensor, GROUP: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
     """Return the first tile of a chunk.
 
     With the rows before it rounded down, and one tile more for each chunk before it, every chunk has as many tiles as it needs
@@ -57,15 +57,15 @@ def prefill(
     layer_offset: tl.tensor,
     decodes: tl.tensor,
     chunks: tl.tensor,
-    KV_HEADS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    KEY_SIZE: tl.constexpr,  # noqa: N803
-    VALUE_SIZE: tl.constexpr,  # noqa: N803
-    KEY_PADDED: tl.constexpr,  # noqa: N803
-    VALUE_PADDED: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr,  # noqa: N803
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ) -> None:
     """Attend with one tile of rows. Grid: (tiles, KV heads), the last tiles first: they see the most.
 
@@ -86,16 +86,16 @@ def prefill(
 
     places = begin + tl.arange(0, ROWS)
     exists = places < count * GROUP
-    tokens = places // GROUP
+    tokens = tl.minimum(places // GROUP, count - 1)  # what exists no more sees what the last row sees: no softmax is empty
     rows = first_row.to(tl.int64) + tokens
     heads = kv_head * GROUP + places % GROUP
-    tile_queries = load_tile(
+    group = load_tile(
         queries, rows * row_stride + heads.to(tl.int64) * head_stride, query_stride, exists, KEY_SIZE, KEY_PADDED, False
     )
     past = tl.load(contexts + decodes + chunk) - count
     positions = past + tokens
-    nearest = past + begin // GROUP  # the positions of the tile's first row and last
-    farthest = past + (tl.minimum(begin + ROWS, count * GROUP) - 1) // GROUP
+    nearest = past + begin // GROUP  # the first row's position
+    end = past + (tl.minimum(begin + ROWS, count * GROUP) - 1) // GROUP + 1  # behind the last row's
 
     head = frames + layer_offset + kv_head.to(tl.int64) * (BLOCK_SIZE * (KEY_SIZE + VALUE_SIZE))
     table = tables + (decodes + chunk).to(tl.int64) * table_stride
@@ -108,16 +108,16 @@ def prefill(
         blocks = load_blocks(table, 0, start, BLOCK_SIZE, TOKENS)
         for first in range(0, start, TOKENS):
             sums, peaks, totals, blocks = attend_tile(
-                sums, peaks, totals, blocks, tile_queries, first, start, positions, head, table, frame_stride, scale, softcap, window,
-                KEY_SIZE, VALUE_SIZE, KEY_PADDED, VALUE_PADDED, BLOCK_SIZE, TOKENS, 0,
+                sums, peaks, totals, blocks, group, first, start, positions, head, table, frame_stride, scale, softcap,
+                window, KEY_SIZE, VALUE_SIZE, KEY_PADDED, VALUE_PADDED, BLOCK_SIZE, TOKENS, ALL,
             )  # fmt: skip
     else:
         start = tl.maximum(nearest - window + 1, 0)
-    blocks = load_blocks(table, start, farthest + 1, BLOCK_SIZE, TOKENS)
-    for first in range(start, farthest + 1, TOKENS):
+    blocks = load_blocks(table, start, end, BLOCK_SIZE, TOKENS)
+    for first in range(start, end, TOKENS):
         sums, peaks, totals, blocks = attend_tile(
-            sums, peaks, totals, blocks, tile_queries, first, farthest + 1, positions, head, table, frame_stride, scale, softcap, window,
-            KEY_SIZE, VALUE_SIZE, KEY_PADDED, VALUE_PADDED, BLOCK_SIZE, TOKENS, 2,
+            sums, peaks, totals, blocks, group, first, end, positions, head, table, frame_stride, scale, softcap, window,
+            KEY_SIZE, VALUE_SIZE, KEY_PADDED, VALUE_PADDED, BLOCK_SIZE, TOKENS, BY_POSITION,
         )  # fmt: skip
 
     if sinks is not None:

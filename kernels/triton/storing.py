@@ -24,13 +24,13 @@ def write(
     value_stride: tl.tensor,
     frame_stride: tl.tensor,
     layer_offset: tl.tensor,
-    KV_HEADS: tl.constexpr,  # noqa: N803
-    KEY_SIZE: tl.constexpr,  # noqa: N803
-    VALUE_SIZE: tl.constexpr,  # noqa: N803
-    KEY_PADDED: tl.constexpr,  # noqa: N803
-    VALUE_PADDED: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    PAIRS: tl.constexpr,  # noqa: N803
+    KV_HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAIRS: tl.constexpr,
 ) -> None:
     """Store K and V of PAIRS pairs of a row and a KV head. Grid: (all pairs / PAIRS, rounded up)."""
     own = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
@@ -41,9 +41,7 @@ def write(
     inside = slot % BLOCK_SIZE
     places = slot // BLOCK_SIZE * frame_stride + layer_offset + heads * (BLOCK_SIZE * (KEY_SIZE + VALUE_SIZE))
 
-    key = load_tile(
-        keys, rows * key_row_stride + heads * key_head_stride, key_stride, exists, KEY_SIZE, KEY_PADDED, False
-    )
+    key = load_tile(keys, rows * key_row_stride + heads * key_head_stride, key_stride, exists, KEY_SIZE, KEY_PADDED, False)
     columns = tl.arange(0, KEY_PADDED)
     targets = (places + inside * KEY_SIZE)[:, None] + columns[None, :]
     tl.store(frames + targets, key, mask=exists[:, None] & (columns[None, :] < KEY_SIZE))
@@ -57,16 +55,16 @@ def write(
 
 
 @triton.jit
-def copy(frames: tl.tensor, copies: tl.tensor, words: tl.tensor, WORDS: tl.constexpr) -> None:  # noqa: N803
-    """Copy WORDS words of one frame. Grid: (a frame's words / WORDS, rounded up; copies).
+def copy(frames: tl.tensor, copies: tl.tensor, words: tl.tensor, WORDS: tl.constexpr) -> None:
+    """Copy WORDS words of one frame. Grid: (copies; a frame's words / WORDS, rounded up).
 
     Args:
         frames: [frames, words] of an integer type.
         copies: [copies, 2] int64, source and destination.
         words: of one frame.
     """
-    pair = copies + tl.program_id(1) * 2
-    places = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    pair = copies + tl.program_id(0) * 2
+    places = tl.program_id(1).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     inside = places < words
     word = tl.load(frames + tl.load(pair) * words + places, mask=inside)
     tl.store(frames + tl.load(pair + 1) * words + places, word, mask=inside)

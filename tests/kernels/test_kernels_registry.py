@@ -10,7 +10,7 @@ def test_the_reference_is_there(name: str) -> None:
     assert create(name).name == "reference"
 
 
-@pytest.mark.parametrize("name", ["triton", "cpu"])
+@pytest.mark.parametrize("name", ["cpu"])
 def test_what_does_not_exist_yet_is_refused(name: str) -> None:
     with pytest.raises(BackendError, match=f"--attention {name} is not part of this version"):
         create(name)
