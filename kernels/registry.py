@@ -31,14 +31,9 @@ def create(name: str) -> AttentionBackend[Any]:
 
 def _triton() -> AttentionBackend[Any]:
     try:
-        import triton  # noqa: F401
+        import triton  # noqa: F401 - comes with torch for CUDA
     except ImportError as error:
-        raise BackendError("--attention triton: Triton is not installed; `pip install triton`, or use another") from error
-    import torch
-
+        raise BackendError(f"--attention triton can't be used: {error}; install torch for CUDA") from error
     from kernels.triton.backend import TritonBackend
-    from kernels.triton.common import INTERPRETED
 
-    if not torch.cuda.is_available() and not INTERPRETED.value:
-        raise BackendError("--attention triton: there is no NVIDIA GPU that torch can use; use another")
     return TritonBackend()

@@ -66,6 +66,15 @@ class TritonBackend:
 
     name = "triton"
 
+    def __init__(self) -> None:
+        """Find out whether it can work at all.
+
+        Raises:
+            BackendError: there is no GPU, and the kernels are not interpreted.
+        """
+        if not torch.cuda.is_available() and not INTERPRETED.value:
+            raise BackendError("--attention triton can't be used: torch finds no NVIDIA GPU; see nvidia-smi, or use another")
+
     def layout(self, shape: CacheShape) -> FrameLayout:
         """Return the frame's size: exactly K and V of all layers, of a layer one KV head after the other, K before V.
 
