@@ -53,13 +53,12 @@ class Target:
 
     capability: int
     chip: Chip
-    shared_limit: int  # bytes of one program
     shared_total: int  # bytes of a multiprocessor; each program takes 1 KiB more than it asks for
 
 
 TARGETS: Final = (
-    Target(80, Chip(processors=108, hopper=False), 163 * 1024, 164 * 1024),
-    Target(90, Chip(processors=132, hopper=True), 227 * 1024, 228 * 1024),
+    Target(80, Chip(processors=108, shared=163 * 1024, from_shared=False), 164 * 1024),
+    Target(90, Chip(processors=132, shared=227 * 1024, from_shared=True), 228 * 1024),
 )
 
 
@@ -136,7 +135,7 @@ def resources(name: str, head_size: int | None, launch: Launch, target: Target) 
         registers=registers,
         spilled=numbers["STACK"] + numbers["LOCAL"],
         shared=shared,
-        shared_limit=target.shared_limit,
+        shared_limit=target.chip.shared,
         programs=min(by_registers, by_shared, 64 // launch.warps),
     )
 

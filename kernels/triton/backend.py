@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import torch
+import triton
 from torch import Tensor
 
 from kernels.interface import AttentionRule, CacheShape, FrameLayout, KvCache, StepRows
@@ -32,21 +33,22 @@ class PreparedStep:
     contexts: Tensor  # [sequences] int32
     starts: Tensor  # [sequences + 1] int32, each sequence's first row
     chip: Chip
-    splits: dict[tuple[int | None, int], tuple[int, int]] = field(default_factory=dict)
+    splits: dict[tuple[int | None, int, int], tuple[int, int]] = field(default_factory=dict)
     parts: dict[tuple[int, int, int], Parts] = field(default_factory=dict)
 
     def layer(self, number: int) -> Layer:
         """Return what the launches for a layer need."""
         return Layer(self.cache.frames, self.cache.shape, number, self.rows.tables, self.contexts, self.chip)
 
-    def split(self, window: int | None, programs_each: int) -> tuple[int, int]:
-        """Return (tokens of a split, splits) for the decodes of a layer."""
-        found = self.splits.get((window, programs_each))
+    def split(self, window: int | None, programs_each: int, row_bytes: int) -> tuple[int, int]:
+        """Return (tokens of a split, splits) for the decodes of a layer; see `split_tokens`."""
+        key = (window, programs_each, row_bytes)
+        found = self.splits.get(key)
         if found is None:
             contexts = self.rows.context_lengths[: self.rows.decodes]
             seen = contexts if window is None else [min(context, window) for context in contexts]
-            tokens = split_tokens(seen, programs_each, self.chip)
-            found = self.splits[window, programs_each] = (tokens, -(-max(seen) // tokens))
+            tokens = split_tokens(seen, programs_each, row_bytes, self.chip)
+            found = self.splits[key] = (tokens, -(-max(seen) // tokens))
         return found
 
     def parts_of(self, splits: int, q_heads: int, value_size: int) -> Parts:
@@ -107,7 +109,7 @@ class TritonBackend:
         output = queries.new_empty(queries.shape[0], q_heads, value_size)
         launches = []
         if decodes:
-            tokens, splits = prepared.split(rule.window, tiles_of_group(own, q_heads))
+            tokens, splits = prepared.split(rule.window, tiles_of_group(own, q_heads), q_heads * (value_size + 2) * 4)
             parts = None if splits == 1 else prepared.parts_of(splits, q_heads, value_size)
             launches += decoding(own, output, queries, rule, decodes, tokens, parts)
         chunks = len(prepared.rows.query_lengths) - decodes
@@ -146,8 +148,9 @@ def _device_of(frames: Tensor) -> torch.device:
 def _chip(device: torch.device) -> Chip:
     if device.type != "cuda":
         return ASSUMED
-    found = torch.cuda.get_device_properties(device)
-    return Chip(found.multi_processor_count, hopper=found.major >= 9)
+    properties = torch.cuda.get_device_properties(device)
+    shared = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    return Chip(properties.multi_processor_count, shared, from_shared=properties.major in (9, 10))
 
 
 def _start(launches: Sequence[Launch], device: torch.device) -> None:

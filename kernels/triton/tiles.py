@@ -24,17 +24,22 @@ _SPLIT_LONGEST: Final = 1024
 #: Splits of a context, at most: the programs that join them read all their weights at once.
 MAX_SPLITS: Final = 128
 
+#: What the splits' results of one layer may take: 64 MiB. It is not part of the pool, and many short contexts beside a long one
+#: leave most of it unused.
+_PARTS_BYTES: Final = 64 * 1024 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Chip:
     """What the choices know of a GPU."""
 
     processors: int
-    hopper: bool  # or newer
+    shared: int  # bytes of shared memory that a program may have
+    from_shared: bool  # products take their operands from shared memory: Hopper, and Blackwell in data centres
 
 
 #: Assumed where there is no GPU: an H100.
-ASSUMED: Final = Chip(processors=132, hopper=True)
+ASSUMED: Final = Chip(processors=132, shared=227 * 1024, from_shared=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +79,24 @@ def prefill_tile(size: int, itemsize: int, chip: Chip) -> Tile:
             return Tile(32, 32, warps=4, stages=1)
         return Tile(32, 16, warps=8, stages=1) if size <= 128 else Tile(16, 16, warps=4, stages=1)
     if size > 128:
-        return Tile(64, 32, warps=8, stages=3)
-    # Before Hopper, products read K and V by way of registers, which 64 tokens of 128 elements fill up.
-    return Tile(128, 64 if size <= 64 or chip.hopper else 32, warps=8, stages=3)
+        return Tile(64, 32, warps=8, stages=3 if chip.shared >= 128 * 1024 else 2)
+    # Where operands go by way of registers, 64 tokens of 128 elements would fill those up.
+    return Tile(128, 64 if size <= 64 or chip.from_shared else 32, warps=8, stages=3)
 
 
-def split_tokens(seen: Sequence[int], programs_each: int, chip: Chip) -> int:
+def split_tokens(seen: Sequence[int], programs_each: int, row_bytes: int, chip: Chip) -> int:
     """Return how many tokens a split has: a power of two.
 
     Args:
         seen: tokens that each decode attends to.
         programs_each: programs that each split of a decode takes.
+        row_bytes: what the result of one split of one decode takes.
         chip: the device.
     """
     wanted = sum(seen) * programs_each // (chip.processors * _PROGRAMS)
+    most = max(1, min(MAX_SPLITS, _PARTS_BYTES // (len(seen) * row_bytes)))
     longest = max(seen)
     tokens = _SPLIT_SHORTEST
-    while (tokens < wanted and tokens < _SPLIT_LONGEST) or tokens * MAX_SPLITS < longest:
+    while (tokens < wanted and tokens < _SPLIT_LONGEST) or tokens * most < longest:
         tokens *= 2
     return tokens

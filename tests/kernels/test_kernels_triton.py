@@ -146,30 +146,38 @@ def test_a_frame_is_as_large_as_its_tokens(subject: Subject) -> None:
 # ------------------------------------------------------------------------------------------------------------- the choices
 
 
-def test_splits_fill_the_chip_and_stay_within_their_limit() -> None:
+def test_splits_fill_the_chip_and_stay_within_their_limits() -> None:
     from kernels.triton.tiles import MAX_SPLITS, Chip, split_tokens
 
-    chip = Chip(processors=100, hopper=True)
-    assert split_tokens([1], 8, chip) == split_tokens([128], 8, chip) == 128
-    assert split_tokens([8192], 8, chip) == 128  # one sequence: 64 splits of 8 heads are 512 programs
-    assert split_tokens([2048] * 64, 8, chip) == 1024  # enough programs anyway
-    assert split_tokens([16] * 63 + [32768], 8, chip) == 512  # the long one alone has to fill the chip
+    chip = Chip(processors=100, shared=163 * 1024, from_shared=True)
+    row_bytes = 32 * 130 * 4
+
+    def split(*seen: int) -> int:
+        return split_tokens(seen, 8, row_bytes, chip)
+
+    assert split(1) == split(128) == 128
+    assert split(8192) == 128  # one sequence: 64 splits of 8 heads are 512 programs
+    assert split(*[2048] * 64) == 1024  # enough programs anyway
+    assert split(*[16] * 31, 32768) == 512  # the long one alone has to fill the chip
+    assert split(*[16] * 511, 32768) == 8192  # and that much room for all of them is too much
     for longest in (1, 1000, 10**5, 10**6, 2**31 - 1):
         for count in (1, 7, 500):
-            tokens = split_tokens([longest] * count, 8, chip)
+            tokens = split(*[longest] * count)
             assert tokens & (tokens - 1) == 0
-            assert -(-longest // tokens) <= MAX_SPLITS
+            splits = -(-longest // tokens)
+            assert splits <= MAX_SPLITS
+            assert splits == 1 or splits * count * row_bytes <= 64 * 1024 * 1024
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("size", [1, 5, 16, 24, 64, 80, 96, 112, 128, 192, 256])
-@pytest.mark.parametrize("hopper", [False, True])
-def test_every_tile_is_one_that_products_take(itemsize: int, size: int, hopper: bool) -> None:
+@pytest.mark.parametrize("shared", [99 * 1024, 227 * 1024])
+def test_every_tile_is_one_that_products_take(itemsize: int, size: int, shared: int) -> None:
     from kernels.triton.tiles import Chip, decode_tile, padded, prefill_tile
 
     assert padded(size) >= max(16, size)
     tiles = [decode_tile(group, padded(size), itemsize) for group in (1, 16, 17, 64)]
-    tiles.append(prefill_tile(padded(size), itemsize, Chip(100, hopper)))
+    tiles.append(prefill_tile(padded(size), itemsize, Chip(100, shared, from_shared=shared > 99 * 1024)))
     for tile in tiles:
         for number in (tile.rows, tile.tokens):
             assert number >= 16

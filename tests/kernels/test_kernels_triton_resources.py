@@ -27,8 +27,8 @@ KERNELS: Final = (
 SPILLING: Final = """
 from dataclasses import replace
 from benchmarks.triton_resources import TARGETS, launches, resources
-[prefill] = [launch for name, launch in launches(128, TARGETS[0].chip) if name == "prefill"]
-print(resources("prefill", 128, replace(prefill, warps=2), TARGETS[0]).spilled)
+name, decode = next(launches(256, TARGETS[0].chip))
+print(resources(name, 256, replace(decode, warps=1), TARGETS[0]).spilled)
 """
 
 
@@ -55,6 +55,7 @@ def compiled() -> list[Resources]:
 def test_every_kernel_is_compiled_for_every_chip(compiled: Sequence[Resources]) -> None:
     found = [(one.kernel, one.head_size, one.capability) for one in compiled]
     capabilities = [target.capability for target in TARGETS]
+    expected: list[tuple[str, int | None, int]]
     expected = [(kernel, size, chip) for kernel in KERNELS for size in HEAD_SIZES for chip in capabilities]
     expected += [("copy", None, chip) for chip in capabilities]
     assert sorted(found, key=str) == sorted(expected, key=str)
