@@ -144,9 +144,11 @@ def attend_tile(
         base = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(peaks - base)
-    totals = totals * shrink + tl.sum(weights, 1)
+    # As the product takes them; the totals are of the same, so that rounding cancels where few tokens weigh much.
+    weights = weights.to(head.dtype.element_ty)
     values = load_tile(head + BLOCK_SIZE * KEY_SIZE, frames + slots * VALUE_SIZE, 1, seen, VALUE_SIZE, VALUE_PADDED, SEEN == ALL)
-    sums = product(weights.to(values.dtype), values, sums * shrink[:, None])
+    sums = product(weights, values, sums * shrink[:, None])
+    totals = totals * shrink + tl.sum(weights.to(tl.float32), 1)
     return sums, higher, totals, upcoming
 
 

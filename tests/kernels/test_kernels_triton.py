@@ -70,6 +70,14 @@ def test_every_tile_finds_its_chunk(subject: Subject, group: int) -> None:
 
 
 @on_triton
+@pytest.mark.parametrize("size", [16, 128])
+def test_rows_that_see_nothing_of_their_tiles_first_tokens(subject: Subject, size: int) -> None:
+    """A window shorter than a tile, so that its last rows, and the padding behind them, begin further on."""
+    case = Case((Sequence(3, 100),), (LayerShape(1, size, size),), window=5, dtype=torch.bfloat16, sinks=True)
+    check(subject.backend, case, subject.device)
+
+
+@on_triton
 def test_blocks_larger_than_a_tile(subject: Subject) -> None:
     sequences = (Sequence(255, 1), Sequence(256, 1), Sequence(250, 12))
     check(subject.backend, Case(sequences, (LayerShape(2, 8, 8),), group=2, block_size=256), subject.device)
