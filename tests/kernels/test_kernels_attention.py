@@ -231,6 +231,16 @@ def test_copies_are_of_whole_frames() -> None:
     assert torch.equal(frames, expected)
 
 
+def test_frames_go_to_the_host_and_come_back() -> None:
+    attention = backend()
+    frames, host = torch.randn(5, 37), torch.zeros(3, 37)
+    before = frames.clone()
+    attention.swap_blocks(frames, host, [(0, 2), (4, 1)])
+    assert torch.equal(host, torch.stack([torch.zeros(37), before[4], before[0]]))
+    attention.swap_blocks(host, frames, [(2, 3), (1, 0), (2, 1)])
+    assert torch.equal(frames, before[[4, 0, 2, 0, 4]])
+
+
 def test_blocks_behind_the_two_thousand_millionth_element_are_like_the_first() -> None:
     """Of the pool's five gigabytes only the pages of four blocks are ever touched: the rest costs no memory."""
     shape = CacheShape((LayerShape(8, 128, 128),), 16, torch.bfloat16)
