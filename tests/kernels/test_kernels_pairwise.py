@@ -1,6 +1,7 @@
 """Every backend against the float64 oracle, over everything that a step can be made of: every pair of values occurs."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Final
 
@@ -34,23 +35,30 @@ VALUES: Final[Mapping[str, Sequence[Any]]] = {
 }
 
 #: The interpreter takes some 9 ms for a program, so contexts stay short.
-SMALL: Final = {**VALUES, "block_size": (1, 2, 7, 8, 16, 24, 32), "threads": (1,)}
+SMALL: Final = {**VALUES, "block_size": (1, 2, 7, 8, 16, 24, 32), "layers": (1,), "threads": (1,)}
 
 WINDOWS: Final = {None: None, "one token": 1, "few tokens": 5, "more than there is": 10**6}
 
-#: Rows of the longest chunk, and about the tokens of the longest context.
-LONG_CHUNK: Final = 70
-LONG: Final = 1500
-LONG_IF_SMALL: Final = 300
+
+@dataclass(frozen=True)
+class Size:
+    """How much work a step may be."""
+
+    chunk: int  # rows of the longest chunk
+    context: int  # about the tokens of the longest context
 
 
-def case_of(values: Mapping[str, Any], long: int, seed: int) -> Case:
+FULL_SIZE: Final = Size(chunk=70, context=1500)
+SMALL_SIZE: Final = Size(chunk=40, context=200)
+
+
+def case_of(values: Mapping[str, Any], size: Size, seed: int) -> Case:
     """Return the step that a combination of values stands for."""
     key_size, block_size = values["key_size"], values["block_size"]
     value_size = key_size if values["value_size"] == "equal" else values["value_size"]
     layer = LayerShape(values["kv_heads"], key_size, value_size)
     return Case(
-        sequences=tuple(sequences_of(values["mix"], block_size, values["length"], long)),
+        sequences=tuple(sequences_of(values["mix"], block_size, values["length"], size)),
         layers=(layer, LayerShape(values["kv_heads"], key_size, key_size))[: values["layers"]],
         group=values["group"],
         block_size=block_size,
@@ -66,7 +74,7 @@ def case_of(values: Mapping[str, Any], long: int, seed: int) -> Case:
     )
 
 
-def sequences_of(mix: str, block_size: int, length: int, long: int) -> list[cases.Sequence]:
+def sequences_of(mix: str, block_size: int, length: int, size: Size) -> list[cases.Sequence]:
     """Return sequences whose contexts, pasts and chunks end beside the edges of blocks."""
 
     def near(blocks: int) -> int:
@@ -78,17 +86,18 @@ def sequences_of(mix: str, block_size: int, length: int, long: int) -> list[case
     def chunk(context: int, rows: int) -> cases.Sequence:
         return cases.Sequence(context - min(rows, context), min(rows, context))
 
+    long = size.context // block_size
     match mix:
         case "decodes":
             return [decode(near(1)), decode(near(3)), decode(near(2)), cases.Sequence(near(1), 1)]
         case "chunks":
-            return [chunk(near(1), 3), chunk(near(3), LONG_CHUNK), cases.Sequence(near(1), 17)]
+            return [chunk(near(1), 3), chunk(near(3), size.chunk), cases.Sequence(near(1), 17)]
         case "mixed":
-            return [chunk(near(2), 33), decode(near(1)), cases.Sequence(near(1), 2), decode(near(2)), chunk(near(1), LONG_CHUNK)]
+            return [chunk(near(2), 33), decode(near(1)), cases.Sequence(near(1), 2), decode(near(2)), chunk(near(1), size.chunk)]
         case "empty":
-            return [cases.Sequence(0, min(near(blocks), LONG_CHUNK)) for blocks in (1, 2, 3)] + [decode(1)]
+            return [cases.Sequence(0, min(near(blocks), size.chunk)) for blocks in (1, 2, 3)] + [decode(1)]
         case "long":
-            return [decode(near(long // block_size)), decode(near(1)), chunk(near(long // block_size // 2), 9)]
+            return [decode(near(long)), decode(near(1)), chunk(near(long // 2), 9)]
         case _:
             raise AssertionError(mix)
 
@@ -99,8 +108,8 @@ def name_of(case: Case) -> str:
     return f"{case.group}x{layer.kv_heads}-{layer.key_size}-{layer.value_size}-blocks-of-{case.block_size}-{dtype}"
 
 
-CASES: Final = [case_of(values, LONG, seed) for seed, values in enumerate(all_pairs(VALUES))]
-SMALL_CASES: Final = [case_of(values, LONG_IF_SMALL, seed) for seed, values in enumerate(all_pairs(SMALL))]
+CASES: Final = [case_of(values, FULL_SIZE, seed) for seed, values in enumerate(all_pairs(VALUES))]
+SMALL_CASES: Final = [case_of(values, SMALL_SIZE, seed) for seed, values in enumerate(all_pairs(SMALL))]
 
 
 @pytest.mark.parametrize("values", [VALUES, SMALL], ids=["all", "small"])
@@ -115,13 +124,13 @@ def test_every_pair_of_values_occurs(values: Mapping[str, Sequence[Any]]) -> Non
     assert all_pairs(values) == found
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
 @pytest.mark.parametrize("subject", backends.parameters([*backends.NATIVE, "triton-gpu"]), indirect=True)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_every_pair(subject: Subject, case: Case) -> None:
     check(subject.backend, case, subject.device)
 
 
-@pytest.mark.parametrize("case", SMALL_CASES, ids=name_of)
 @pytest.mark.parametrize("subject", backends.parameters(["triton-interpreted"]), indirect=True)
+@pytest.mark.parametrize("case", SMALL_CASES, ids=name_of)
 def test_every_pair_in_the_interpreter(subject: Subject, case: Case) -> None:
     check(subject.backend, case, subject.device)
