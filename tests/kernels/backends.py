@@ -44,9 +44,9 @@ def make(name: str) -> Subject:
     return Subject(ReferenceBackend())
 
 
-def _cpu(instructions: str) -> Subject:
+def need_cpu_library() -> None:
+    """Skip the test where there is no compiler that could have made the library."""
     from kernels.cpu import library
-    from kernels.cpu.backend import CpuBackend
 
     why = library.why_missing()
     if why:
@@ -54,6 +54,18 @@ def _cpu(instructions: str) -> Subject:
         if shutil.which(compiler):
             pytest.fail(f"there is a compiler, {compiler}, but no library: {why}")
         pytest.skip(why)
+
+
+def need_triton() -> None:
+    """Skip the test where Triton is not installed: torch brings it for CUDA only."""
+    pytest.importorskip("triton")
+
+
+def _cpu(instructions: str) -> Subject:
+    need_cpu_library()
+    from kernels.cpu import library
+    from kernels.cpu.backend import CpuBackend
+
     if instructions not in library.instructions():
         pytest.skip(f"this machine has no {instructions}")
     return Subject(CpuBackend(instructions))
@@ -65,6 +77,7 @@ def _triton(variant: str) -> Subject:
         pytest.skip("there is no NVIDIA GPU")
     if variant == "interpreted" and gpu:
         pytest.skip("there is a GPU, and Triton runs either on it or in the interpreter")
+    need_triton()
     from kernels.triton.backend import TritonBackend
     from kernels.triton.common import INTERPRETED
 

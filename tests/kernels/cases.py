@@ -110,7 +110,9 @@ def _layer_data(case: Case, sequences: tuple[Sequence, ...], layer: LayerShape, 
     )
     expected = [
         attend(float64(part), float64(key), float64(value), rule)
-        for part, key, value in zip(queries.split([sequence.rows for sequence in sequences]), keys, values, strict=True)
+        for part, key, value in zip(
+            queries.split_with_sizes([sequence.rows for sequence in sequences]), keys, values, strict=True
+        )
     ]
     return LayerData(keys, values, queries, rule, np.concatenate(expected))
 
@@ -239,7 +241,7 @@ def laid_out(tensors: tuple[Tensor, Tensor, Tensor], strides: Strides, device: s
     """Return the same values, [rows, heads, size] each, with other strides."""
     if strides == "joined":
         joined = torch.cat([tensor.flatten(1) for tensor in tensors], dim=1).to(device)
-        parts = joined.split([tensor[0].numel() for tensor in tensors], dim=1)
+        parts = joined.split_with_sizes([tensor[0].numel() for tensor in tensors], dim=1)
         return [part.unflatten(1, tensor.shape[1:]) for part, tensor in zip(parts, tensors, strict=True)]
     moved = [tensor.to(device) for tensor in tensors]
     if strides == "transposed":

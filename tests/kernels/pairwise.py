@@ -4,7 +4,7 @@ Knows names and values; not what they are for.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from itertools import combinations, count
+from itertools import combinations
 
 
 def all_pairs(values: Mapping[str, Sequence[Hashable]]) -> list[dict[str, Hashable]]:
@@ -13,9 +13,9 @@ def all_pairs(values: Mapping[str, Sequence[Hashable]]) -> list[dict[str, Hashab
     Greedy, and always the same: each combination begins with the first pair that is still missing, then takes, name by name, the
     value that brings the most missing pairs; of several the one that was taken least, so that the values come equally often.
     """
-    order = count()
+    # A dictionary for its order: that of a set would differ from run to run.
     missing = {
-        frozenset({(one, left), (other, right)}): next(order)
+        frozenset({(one, left), (other, right)}): None
         for one, other in combinations(values, 2)
         for left in values[one]
         for right in values[other]
@@ -23,7 +23,7 @@ def all_pairs(values: Mapping[str, Sequence[Hashable]]) -> list[dict[str, Hashab
     taken = {(name, value): 0 for name in values for value in values[name]}
     combined = []
     while missing:
-        chosen = dict(sorted(min(missing, key=missing.__getitem__), key=lambda pair: list(values).index(pair[0])))
+        chosen = dict(next(iter(missing)))
         for name in values:
             if name not in chosen:
                 chosen[name] = max(
@@ -33,9 +33,9 @@ def all_pairs(values: Mapping[str, Sequence[Hashable]]) -> list[dict[str, Hashab
                         -taken[name, value],
                     ),
                 )
-        for pair in combinations(chosen.items(), 2):
-            missing.pop(frozenset(pair), None)
-        for pair in chosen.items():
-            taken[pair] += 1
+        for both in combinations(chosen.items(), 2):
+            missing.pop(frozenset(both), None)
+        for one_taken in chosen.items():
+            taken[one_taken] += 1
         combined.append({name: chosen[name] for name in values})
     return combined
