@@ -147,8 +147,8 @@ def attend_tile(
     # As the product takes them; the totals are of the same, so that rounding cancels where few tokens weigh much.
     weights = weights.to(head.dtype.element_ty)
     values = load_tile(head + BLOCK_SIZE * KEY_SIZE, frames + slots * VALUE_SIZE, 1, seen, VALUE_SIZE, VALUE_PADDED, SEEN == ALL)
-    sums = product(weights, values, sums * shrink[:, None])
     totals = totals * shrink + tl.sum(weights.to(tl.float32), 1)
+    sums = product(weights, values, sums * shrink[:, None])
     return sums, higher, totals, upcoming
 
 

@@ -68,7 +68,8 @@ def decode_tile(group: int, size: int, itemsize: int) -> Tile:
     # A tile of K or of V takes 16 KiB: what several of them in flight on each multiprocessor need to keep the memory busy.
     tokens = min(128, max(_SMALLEST, 16 * 1024 // (size * itemsize)))
     rows = 16 if group <= 16 or itemsize == 4 else 32
-    return Tile(rows, tokens, warps=4, stages=3)
+    # Four warps would share 256 elements in registers that just do, or just do not.
+    return Tile(rows, tokens, warps=8 if size > 128 and itemsize == 2 else 4, stages=3)
 
 
 def prefill_tile(size: int, itemsize: int, chip: Chip) -> Tile:
