@@ -40,7 +40,7 @@ from rich.progress import Progress
 from benchmarks import kernels_cases as cases
 from benchmarks import kernels_parts as parts
 from benchmarks.figure import ratio_curves
-from benchmarks.kernels_peers import Vllm, VllmError
+from benchmarks.kernels_peers import Vllm, VllmError, vllm_process
 from benchmarks.kernels_report import (
     ATTENTION_COLUMNS,
     BLOCKS_COLUMNS,
@@ -137,7 +137,7 @@ def main(
             backend = registry.create(attention)
             vllm = None
             if vllm_python is not None and cases.DECODE in only:
-                vllm = stack.enter_context(Vllm(vllm_python, threads, cache_bytes))
+                vllm = stack.enter_context(vllm_process(vllm_python, threads, cache_bytes))
             found = parts.setting(
                 backend, where, _DTYPES[dtype], threads, cache_bytes, memory_mib * _MIB, limits, progress.refresh
             )

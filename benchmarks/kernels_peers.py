@@ -16,10 +16,11 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, Self, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -32,9 +33,6 @@ _VLLM: Final = Path(__file__).with_name("kernels_vllm.py")
 
 #: After this the threads of another process's OpenMP have gone to sleep, and do not take our cores.
 _HANDOVER_S: Final = 0.02
-
-#: How long the other process may take to end once it has been asked to.
-_END_TIMEOUT_S: Final = 10
 
 Attend = Callable[[Tensor, Tensor], Tensor]
 
@@ -165,9 +163,8 @@ class Vllm:
     One of the two processes works at a time: what is between them waits until the other's threads sleep.
     """
 
-    def __init__(self, python: Path, threads: int, cache_bytes: int) -> None:
-        command = [str(python), str(_VLLM), str(threads), str(cache_bytes)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
         self.version = str(self._read()["version"])
 
     def load(self, case: Case, dtype: torch.dtype) -> Tensor:
@@ -182,21 +179,6 @@ class Vllm:
         found = self._ask({"uncounted": uncounted + 1, "calls": calls})["seconds"]
         time.sleep(_HANDOVER_S)
         return cast("list[float]", found)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
 
     def _ask(self, question: dict[str, object]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -213,3 +195,19 @@ class Vllm:
         if not line:
             raise VllmError(f"{self._process.args!r} ended with status {self._process.wait()}")
         return cast("dict[str, Any]", json.loads(line))
+
+
+@contextmanager
+def vllm_process(python: Path, threads: int, cache_bytes: int) -> Iterator[Vllm]:
+    """Start it, and end it.
+
+    Raises:
+        VllmError: it does not start; or later, in one of its calls.
+    """
+    command = [str(python), str(_VLLM), str(threads), str(cache_bytes)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield Vllm(process)
+    finally:
+        process.kill()
+        process.communicate()

@@ -80,7 +80,7 @@ ONE_RUN: Final = "one run"
 ONE_BLOCK: Final = "one block"
 CONTIGUOUS: Final = (IN_ORDER, ONE_RUN, ONE_BLOCK)
 
-TABLE_COLUMNS: Final = ("scattered blocks", "us", *(f"by {name}" for name in CONTIGUOUS), "rounds")
+TABLE_COLUMNS: Final = ("scattered blocks, by contiguous ones", "us", *CONTIGUOUS, "rounds")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Contenders measured in turns, so that whatever changes in the machine changes for all of them.
 
 Knows clocks and medians; not what is measured. A round gives each contender one turn, every second round in the opposite
-order; a turn is one call that is not counted, which takes the processor and the threads over from whoever was before, then
+order; a turn is some calls that are not counted, which take the processor and the threads over from whoever was before, then
 some that are. What is said of two contenders is the median of the rounds' ratios.
 """
 
@@ -18,7 +18,10 @@ import torch
 
 #: A turn lasts about so long, if a call does not last longer.
 _TURN_SECONDS: Final = 0.01
-_MOST_CALLS: Final = 64
+_MOST_CALLS: Final = 256
+
+#: Of a turn's calls one in so many is not counted, on top of the others: the first ones.
+_UNCOUNTED: Final = 4
 
 #: However long they take, a case has so many rounds before its time can be over.
 _LEAST_ROUNDS: Final = 3
@@ -104,8 +107,8 @@ def measure(contenders: Mapping[str, Contender], limits: Limits, tell: Callable[
         if number >= _LEAST_ROUNDS and time.monotonic() >= end:
             break
         for name in names if number % 2 == 0 else reversed(names):
-            # A call that takes a whole turn is its own warming.
-            uncounted = 1 if calls[name] > 1 else 0
+            # A call that takes a whole turn needs none before it.
+            uncounted = -(-calls[name] // _UNCOUNTED) if calls[name] > 1 else 0
             found[name].append(statistics.median(contenders[name].turn(uncounted, calls[name])))
         tell()
     return found

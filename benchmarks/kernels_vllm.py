@@ -17,7 +17,7 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 #: Only in place of this folder, whose modules have names that vLLM's packages may look for.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -126,13 +126,20 @@ def main(threads: int, cache_bytes: int) -> None:
 
     torch.set_num_threads(threads)
     current_platform.import_kernels()
-    decodes = None
     print(json.dumps({"version": vllm.__version__}), file=answers, flush=True)
+    with torch.inference_mode():  # as its workers
+        _answer(answers, rotation_bytes(cache_bytes))
+
+
+def _answer(answers: TextIO, distance: int) -> None:
+    import torch
+
+    decodes = None
     for line in sys.stdin:
         question = json.loads(line)
         if "case" in question:
             decodes = None  # first, so that two cases are never there at once
-            decodes = Decodes(question["case"], getattr(torch, question["dtype"]), rotation_bytes(cache_bytes))
+            decodes = Decodes(question["case"], getattr(torch, question["dtype"]), distance)
             decodes.call()
             answer: dict[str, object] = {"output": decodes.output.float().flatten().tolist()}
         else:
