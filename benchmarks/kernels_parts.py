@@ -34,12 +34,13 @@ from benchmarks.kernels_report import (
     TableRow,
 )
 from benchmarks.kernels_rounds import Clock, Contender, CpuClock, CudaClock, Here, Limits, fastest, measure, ratio
-from benchmarks.plain_read import plain_read
+from benchmarks.plain_read import STEP, reads
 from kernels.interface import AttentionBackend, CacheShape, LayerShape
 
 _CACHES: Final = Path("/sys/devices/system/cpu/cpu0/cache")
 _OPERATIONS: Final = "kernels.cpu.operations"
 _READ: Final = "read"
+_STREAMS: Final = "streams"
 _OURS: Final = "ours"
 _SCATTERED: Final = "scattered"
 
@@ -60,8 +61,8 @@ class Setting:
     limit_bytes: int  # of the tensors of one case
     limits: Limits
     clock: Clock
-    read: Here
-    read_bytes: int  # of one of its calls
+    reads: dict[str, Here]  # the plain read; where there is one, that of several streams
+    read_bytes: int  # of one of their calls
     tell: Callable[[], None]  # between rounds
 
     def room(self, case: Case, *, pools: int = 1, peers: bool = False) -> Room:
@@ -88,26 +89,28 @@ def setting(
     limits: Limits,
     tell: Callable[[], None],
 ) -> Setting:
-    """Return a setting, with its plain read: on a GPU a copy, which reads and writes.
+    """Return a setting with its reads; on a GPU with a copy instead, which reads and writes.
 
     Raises:
         ReadError: there is no compiler for it.
     """
     if device.type == "cpu":
-        step = 256 * threads  # see plain_read
+        step = STEP * threads
         pieces = torch.ones(cases.ROTATION, max(1, cache_bytes // step) * step // 8, dtype=torch.int64)
-        read = plain_read(threads)
-        call: Callable[[int], object] = lambda number: read(pieces[number % len(pieces)])  # noqa: E731
+        plain, streams = reads(threads)
+        calls: dict[str, Callable[[int], object]] = {
+            _READ: lambda number: plain(pieces[number % len(pieces)]),
+            _STREAMS: lambda number: streams(pieces[number % len(pieces)]),
+        }
         clock: Clock = CpuClock()
         moved = pieces[0].nbytes
     else:
         pieces = torch.ones(2, cases.rotation_bytes(cache_bytes) // 16, dtype=torch.int64, device=device)
-        call = lambda number: pieces[number % 2].copy_(pieces[1 - number % 2])  # noqa: E731
+        calls = {_READ: lambda number: pieces[number % 2].copy_(pieces[1 - number % 2])}
         clock = CudaClock()
         moved = pieces.nbytes
-    return Setting(
-        backend, device, dtype, threads, cache_bytes, limit_bytes, limits, clock, Here(call, clock), moved, tell
-    )  # fmt: skip
+    contenders = {name: Here(call, clock) for name, call in calls.items()}
+    return Setting(backend, device, dtype, threads, cache_bytes, limit_bytes, limits, clock, contenders, moved, tell)
 
 
 def last_cache_bytes(device: torch.device) -> int:
@@ -139,7 +142,7 @@ def _attention(found: Setting, case: Case, vllm: Vllm | None) -> AttentionRow:
     for name, call in {**ways, "gathered": gathered}.items():
         _check(case.name, name, call(0), expected)
     contenders: dict[str, Contender] = {
-        _READ: found.read, _OURS: found.here(paged), "torch": found.here(ways[way]), "gathered": found.here(gathered)
+        **found.reads, _OURS: found.here(paged), "torch": found.here(ways[way]), "gathered": found.here(gathered)
     }  # fmt: skip
     if vllm is not None:
         _check(case.name, "vLLM", vllm.load(case, found.dtype), expected)
@@ -152,7 +155,8 @@ def _attention(found: Setting, case: Case, vllm: Vllm | None) -> AttentionRow:
         us=seconds * 1e6,
         bytes=size,
         gb_s=size / seconds / 1e9,
-        share=_share(found, times, size),
+        share=_share(found, times, size, _READ),
+        share_of_streams=_share(found, times, size, _STREAMS) if _STREAMS in times else None,
         torch_ratio=ratio(times["torch"], times[_OURS]),
         torch_way=way,
         gathered_ratio=ratio(times["gathered"], times[_OURS]),
@@ -251,7 +255,7 @@ def _product(
     expected = calls["linear"](0)
     for name, call in calls.items():
         _check(f"{rows} x {weight.name}", name, call(0), expected)
-    contenders = {_READ: found.read} | {name: found.here(call) for name, call in calls.items()}
+    contenders = found.reads | {name: found.here(call) for name, call in calls.items()}
     times = measure(contenders, found.limits, found.tell)
     seconds, size = statistics.median(times[_OURS]), weight.bytes(found.dtype.itemsize)
     return ProductRow(
@@ -260,7 +264,8 @@ def _product(
         us=seconds * 1e6,
         bytes=size,
         gb_s=size / seconds / 1e9,
-        share=_share(found, times, size),
+        share=_share(found, times, size, _READ),
+        share_of_streams=_share(found, times, size, _STREAMS),
         linear_ratio=ratio(times["linear"], times[_OURS]),
         packed_ratio=ratio(times["packed"], times[_OURS]),
         rounds=len(times[_OURS]),
@@ -276,9 +281,9 @@ def _packed_product(rows: Tensor, packed: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")  # type: ignore[no-any-return]
 
 
-def _share(found: Setting, times: dict[str, list[float]], size: int) -> float:
-    """Return our speed by that of the plain read."""
-    return ratio(times[_READ], times[_OURS]) * size / found.read_bytes
+def _share(found: Setting, times: dict[str, list[float]], size: int, read: str) -> float:
+    """Return our speed by that of a read."""
+    return ratio(times[read], times[_OURS]) * size / found.read_bytes
 
 
 def _takes(found: Setting, case: Case) -> bool:

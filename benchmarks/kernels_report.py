@@ -1,6 +1,7 @@
 """What `benchmarks.kernels` found: its rows, how they are printed, and which claims hold (pure).
 
-Knows numbers; not how they came about. Ratios are times as others take: over 1 we are faster. Shares are of the plain read.
+Knows numbers; not how they came about. Ratios are times as others take: over 1 we are faster. Shares are of the plain read,
+and of the one of several streams, which is faster (plain_read.cpp).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class AttentionRow:
     bytes: int  # of K and V that have to be read, once
     gb_s: float
     share: float
+    share_of_streams: float | None  # on a CPU
     torch_ratio: float
     torch_way: str  # see kernels_peers
     gathered_ratio: float
@@ -48,14 +50,27 @@ class AttentionRow:
 
     def cells(self) -> list[str]:
         """Return what is printed of it."""
+        streams = "" if self.share_of_streams is None else f"{self.share_of_streams:.0%}"
         vllm = "" if self.vllm_ratio is None else f"{self.vllm_ratio:.2f}"
         return [
-            self.name, f"{self.us:,.1f}", f"{self.bytes / 1e6:,.1f}", f"{self.gb_s:.1f}", f"{self.share:.0%}",
+            self.name, f"{self.us:,.1f}", f"{self.bytes / 1e6:,.1f}", f"{self.gb_s:.1f}", f"{self.share:.0%}", streams,
             f"{self.torch_ratio:.2f}", self.torch_way, f"{self.gathered_ratio:.2f}", vllm, str(self.rounds),
         ]  # fmt: skip
 
 
-ATTENTION_COLUMNS: Final = ("case", "us", "MB", "GB/s", "of read", "torch/us", "its way", "gathered", "vllm/us", "rounds")
+ATTENTION_COLUMNS: Final = (
+    "case",
+    "us",
+    "MB",
+    "GB/s",
+    "of read",
+    "streams",
+    "torch/us",
+    "its way",
+    "gathered",
+    "vllm/us",
+    "rounds",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +126,7 @@ class ProductRow:
     bytes: int  # of the weight
     gb_s: float
     share: float
+    share_of_streams: float
     linear_ratio: float
     packed_ratio: float
     rounds: int
@@ -119,11 +135,11 @@ class ProductRow:
         """Return what is printed of it."""
         return [
             f"{self.rows} x {self.name}", f"{self.us:,.1f}", f"{self.bytes / 1e6:,.1f}", f"{self.gb_s:.1f}", f"{self.share:.0%}",
-            f"{self.linear_ratio:.2f}", f"{self.packed_ratio:.2f}", str(self.rounds),
+            f"{self.share_of_streams:.0%}", f"{self.linear_ratio:.2f}", f"{self.packed_ratio:.2f}", str(self.rounds),
         ]  # fmt: skip
 
 
-PRODUCT_COLUMNS: Final = ("product", "us", "MB", "GB/s", "of read", "linear", "packed", "rounds")
+PRODUCT_COLUMNS: Final = ("product", "us", "MB", "GB/s", "of read", "streams", "linear", "packed", "rounds")
 
 AnyRow = AttentionRow | TableRow | BlocksRow | ProductRow
 

@@ -1,6 +1,6 @@
-"""The plain read that kernels are compared with: plain_read.cpp, compiled when it is needed, for this machine.
+"""The reads of memory that kernels are compared with: plain_read.cpp, compiled when it is needed, for this machine.
 
-Knows a compiler and a pointer. It is no part of the kernels' own library, so that a yardstick of one is there for all backends.
+Knows a compiler and a pointer. They are no part of the kernels' own library: one yardstick for all backends.
 
 The compiler's OpenMP has to be the one that torch has brought: of two in one process every call takes milliseconds. The loader
 takes the one of torch for both if they have one name, and torch is there first.
@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shlex
 import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 _SOURCE: Final = Path(__file__).with_suffix(".cpp")
-_FLAGS: Final = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-psabi")
+_FLAGS: Final = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 _TIMEOUT_S: Final = 120
 _MAPS: Final = Path("/proc/self/maps")
 
+_RUNTIME: Final = re.compile(r"/lib[gi]?omp[^/]*\.so[^/]*$")
+
 #: A thread's piece is a multiple of this; so is its address of the alignment.
-_STEP: Final = 256
+STEP: Final = 256
 _ALIGNMENT: Final = 64
 
 
@@ -34,8 +36,11 @@ class ReadError(Exception):
     """There can be no plain read here: one line for people, and perhaps the compiler's own."""
 
 
-def plain_read(threads: int) -> Callable[[Tensor], int]:
-    """Compile and load. Returns what reads a contiguous tensor with so many threads, and gives the exclusive or of its words.
+Read = Callable[[Tensor], int]
+
+
+def reads(threads: int) -> tuple[Read, Read]:
+    """Compile and load. Returns the plain read and that of several streams; each gives the exclusive or of a tensor's words.
 
     Raises:
         ReadError: see the class.
@@ -53,21 +58,30 @@ def plain_read(threads: int) -> Callable[[Tensor], int]:
                 check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise ReadError(f"the plain read needs a C++ compiler, and {shlex.join(command)} can't be run: {error}") from error
+            raise ReadError(f"reading needs a C++ compiler, and {shlex.join(command)} can't be run: {error}") from error
         if done.returncode != 0:
             raise ReadError(f"{shlex.join(command)} does not take {_SOURCE.name}\n{done.stderr.strip()}")
-        torch.get_num_threads()  # its OpenMP is there by now
-        function = ctypes.CDLL(str(library)).plain_read
-    runtimes = {line.split()[-1] for line in _MAPS.read_text(encoding="utf-8").splitlines() if "gomp" in line or "iomp" in line}
-    if len(runtimes) != 1:
-        raise ReadError(f"the plain read needs torch's OpenMP and no other in this process: {', '.join(sorted(runtimes))}")
+        before = _runtimes()
+        loaded = ctypes.CDLL(str(library))
+    if more := _runtimes() - before:
+        raise ReadError(f"the reads' OpenMP is not torch's, they would fight for the cores: {', '.join(sorted(more))}")
+    return _read(loaded.plain_read, threads), _read(loaded.stream_read, threads)
+
+
+def _read(function: Any, threads: int) -> Read:  # noqa: ANN401 - ctypes has no type for a function of a library
     function.restype, function.argtypes = ctypes.c_uint64, (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
     def read(memory: Tensor) -> int:
         pointer, size = memory.data_ptr(), memory.nbytes
         assert memory.is_contiguous()
         assert pointer % _ALIGNMENT == 0
-        assert size % (_STEP * threads) == 0
+        assert size % (STEP * threads) == 0
         return int(function(pointer, size, threads))
 
     return read
+
+
+def _runtimes() -> set[str]:
+    """Return the files of the OpenMP runtimes in this process."""
+    files = {line.split()[-1] for line in _MAPS.read_text(encoding="utf-8").splitlines()}
+    return {file for file in files if _RUNTIME.search(file)}
