@@ -5,7 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROTOS := $(wildcard protos/kilburn/v1/*.proto)
-COMPILED := memmgr/compiled/sources.sha256
+MEMMGR := memmgr/compiled/sources.sha256
+KERNELS := kernels/cpu/compiled/made_of.txt
+COMPILED := $(MEMMGR) $(KERNELS)
 
 # Where it is set, each process compiles torch and transformers anew: four seconds more for each start of an executor.
 unexport PYTHONDONTWRITEBYTECODE
@@ -14,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make setup   install into .venv"
-	@echo "make compile compile memmgr's core anew where its sources have changed"
+	@echo "make compile compile memmgr's core and the CPU's kernels anew where their sources have changed"
 	@echo "make demo    run the default model and ask it something"
 	@echo "make test    the tests"
 	@echo "make exact   the full comparison with transformers (long)"
@@ -33,12 +35,16 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]'
 	@touch $@
 
-# Where there is no C compiler it says so, and memmgr is interpreted.
+# Where there is no compiler it says so: memmgr is interpreted, and attention on the CPU is plain torch.
 compile: $(COMPILED)
 
-$(COMPILED): deploy/compile.py $(wildcard memmgr/core/*.py memmgr/schedule/*.py) | $(STAMP)
+$(MEMMGR): deploy/compile.py $(wildcard memmgr/core/*.py memmgr/schedule/*.py) | $(STAMP)
 	@echo "compiling memmgr's core; it takes a minute"
-	-@$(BIN)/python deploy/compile.py
+	-@$(BIN)/python deploy/compile.py memmgr
+
+$(KERNELS): deploy/compile.py kernels/cpu/build.py $(wildcard kernels/cpu/native/*.h kernels/cpu/native/*.cpp) | $(STAMP)
+	@echo "compiling the CPU's kernels"
+	-@$(BIN)/python deploy/compile.py kernels
 
 demo: $(COMPILED)
 	$(BIN)/python -m cli.demo
@@ -58,7 +64,7 @@ faults: $(STAMP)
 	$(BIN)/python -m tests.memmgr.plant
 
 clean:
-	rm -rf $(VENV) memmgr/compiled/*.so memmgr/compiled/*/ $(COMPILED) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) memmgr/compiled/*.so memmgr/compiled/*/ $(MEMMGR) kernels/cpu/compiled .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
 proto: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=protos \

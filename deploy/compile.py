@@ -1,8 +1,12 @@
-"""Compiles memmgr's core and scheduler with mypyc, into memmgr/compiled: a build hook of the wheel, and `make compile`.
+"""Compiles what is compiled: a build hook of the wheel, and `make compile`. Two parts, neither of which needs the other:
 
-Where it can't be done (no C compiler, no headers of Python) the package is built without, and memmgr says so when it starts.
+    memmgr     its core and scheduler, by mypyc, into memmgr/compiled
+    kernels    attention and what goes with it on the CPU, C++, into kernels/cpu/compiled
 
-    python deploy/compile.py        compiles the tree that it lies in; ends with 1 where that can't be done
+Where one can't be made (no compiler, no headers of Python, another machine) the package is built without it, and its process says
+so when it starts.
+
+    python deploy/compile.py [PART...]      compiles the tree that it lies in; ends with 1 where a part can't be
 """
 
 from __future__ import annotations
@@ -12,10 +16,11 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import chdir
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
@@ -26,11 +31,18 @@ _LIBRARY: Final = "memmgr.compiled.native"
 
 
 class CompileError(Exception):
-    """It can't be compiled here: one line for people."""
+    """It can't be compiled here: one line for people; below it perhaps the compiler's own."""
 
 
-def compile_tree(root: Path) -> list[Path]:
-    """Compile, and return the files that were made.
+class _Part(NamedTuple):
+    """`compile` makes its files in the tree at a root and returns them, or raises CompileError; `without` is what is then."""
+
+    compile: Callable[[Path], list[Path]]
+    without: str
+
+
+def compile_memmgr(root: Path) -> list[Path]:
+    """Compile memmgr's core and scheduler, and return the files that were made.
 
     Raises:
         CompileError: see the class.
@@ -44,7 +56,7 @@ def compile_tree(root: Path) -> list[Path]:
         raise CompileError(f"{error.name} is not installed") from None
     package = root / "memmgr"
     target = package / "compiled"
-    known = _sources(target)
+    known = _alone(target / "sources.py")
     names = [str(path.relative_to(root)) for path in known.sources(package)]
     made_of = known.digest(package)
     with tempfile.TemporaryDirectory(prefix="kilburn-compile-") as name, chdir(root):
@@ -83,14 +95,34 @@ def _put(built: Path, target: Path, known: ModuleType, made_of: str) -> list[Pat
     return [*made, stamp]
 
 
-def _sources(folder: Path) -> ModuleType:
-    """Load memmgr/compiled/sources.py alone: no package of ours need be installed."""
-    spec = importlib.util.spec_from_file_location("sources", folder / "sources.py")
+def compile_kernels(root: Path) -> list[Path]:
+    """Compile the native kernels, and return the files that were made.
+
+    Raises:
+        CompileError: see the class.
+    """
+    known = _alone(root / "kernels" / "cpu" / "build.py")
+    try:
+        library = Path(known.build(known.COMPILED))
+    except known.BuildError as error:
+        raise CompileError(str(error)) from None
+    return [library, library.with_name(known.STAMP)]
+
+
+def _alone(path: Path) -> ModuleType:
+    """Load one file alone: no package of ours need be installed."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+PARTS: Final = {
+    "memmgr": _Part(compile_memmgr, "memmgr will be interpreted, at half its speed"),
+    "kernels": _Part(compile_kernels, "attention on the CPU will be plain torch, several times slower"),
+}
 
 
 class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -101,20 +133,35 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile before a wheel is built, and have what was made in it."""
         del version
-        if os.environ.get("KILBURN_INTERPRETED"):
-            return
+        made: list[Path] = []
+        for name, part in PARTS.items():
+            if name == "memmgr" and os.environ.get("KILBURN_INTERPRETED"):
+                continue
+            try:
+                made += part.compile(Path(self.root))
+            except CompileError as error:
+                self.app.display_warning(f"{part.without}: {error}")
+        if made:
+            build_data["pure_python"] = False
+            build_data["infer_tag"] = True
+            build_data["artifacts"] += [f"/{path.relative_to(self.root)}" for path in made]
+
+
+def main(names: Sequence[str]) -> int:
+    """Compile these parts, or all."""
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        print(f"there is no part {unknown[0]!r}; there are {', '.join(PARTS)}", file=sys.stderr)
+        return 2
+    failed = False
+    for name in names or PARTS:
         try:
-            made = compile_tree(Path(self.root))
+            PARTS[name].compile(_ROOT)
         except CompileError as error:
-            self.app.display_warning(f"memmgr will be interpreted, at half its speed: {error}")
-            return
-        build_data["pure_python"] = False
-        build_data["infer_tag"] = True
-        build_data["artifacts"] += [f"/{path.relative_to(self.root)}" for path in made]
+            print(f"{PARTS[name].without}: {error}", file=sys.stderr)
+            failed = True
+    return int(failed)
 
 
 if __name__ == "__main__":
-    try:
-        compile_tree(_ROOT)
-    except CompileError as error:
-        sys.exit(f"memmgr will be interpreted, at half its speed: {error}")
+    sys.exit(main(sys.argv[1:]))

@@ -86,7 +86,7 @@ def test_the_sources_are_taken_where_nothing_else_fits(tmp_path: Path, what: str
 def test_without_a_compiler_there_is_one_line_and_nothing_compiled(tmp_path: Path) -> None:
     for name in "memmgr", "deploy":
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.so", STAMP))
-    command = [sys.executable, "deploy/compile.py"]
+    command = [sys.executable, "deploy/compile.py", "memmgr"]
     ran = subprocess.run(command, cwd=tmp_path, env=os.environ | {"CC": "false"}, capture_output=True, text=True, check=False)
     assert ran.returncode == 1
     assert ran.stderr.splitlines()[-1].endswith("a C compiler and Python's headers are needed")
