@@ -134,7 +134,10 @@ def main(
         cache_bytes = cache_mib * _MIB if cache_mib is not None else parts.last_cache_bytes(where)
         limits = Limits(rounds, seconds)
         try:
-            backend = registry.create(attention)
+            choice = registry.choose(attention, where)
+            if choice.why_slower:
+                click.echo(choice.why_slower, err=True)
+            backend = choice.backend
             vllm = None
             if vllm_python is not None and cases.DECODE in only:
                 vllm = stack.enter_context(vllm_process(vllm_python, threads, cache_bytes))

@@ -9,8 +9,6 @@ import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,10 +33,11 @@ from benchmarks.kernels_report import (
 )
 from benchmarks.kernels_rounds import Clock, Contender, CpuClock, CudaClock, Here, Limits, fastest, measure, ratio
 from benchmarks.plain_read import STEP, reads
+from kernels.cpu.library import LibraryError
+from kernels.cpu.operations import Operations
 from kernels.interface import AttentionBackend, CacheShape, LayerShape
 
 _CACHES: Final = Path("/sys/devices/system/cpu/cpu0/cache")
-_OPERATIONS: Final = "kernels.cpu.operations"
 _READ: Final = "read"
 _STREAMS: Final = "streams"
 _OURS: Final = "ours"
@@ -225,10 +224,14 @@ def products(found: Setting, weights: Sequence[Weight], rows: Sequence[int]) -> 
     if found.device.type != "cpu":
         yield Skip(cases.PRODUCTS, "they are the CPU's; on a GPU torch multiplies")
         return
-    if find_spec("kernels.cpu") is None or find_spec(_OPERATIONS) is None:
-        yield Skip(cases.PRODUCTS, f"there is no {_OPERATIONS}")
+    if found.dtype == torch.float16:
+        yield Skip(cases.PRODUCTS, "there are none of our own in float16")
         return
-    linear = import_module(_OPERATIONS).linear
+    try:
+        linear = Operations().linear
+    except LibraryError as error:
+        yield Skip(cases.PRODUCTS, str(error))
+        return
     for weight in weights:
         gc.collect()
         try:
