@@ -44,6 +44,10 @@ _OURS: Final = "ours"
 _SCATTERED: Final = "scattered"
 
 
+#: Rows [n, inputs] and a weight [outputs, inputs] to [n, outputs].
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
 class WrongError(Exception):
     """Two that are compared do not compute the same: nothing is said about their speed."""
 
@@ -169,28 +173,29 @@ def table(found: Setting, chosen: Sequence[Case]) -> Iterator[TableRow | Skip]:
     for case in chosen:
         gc.collect()
         try:
-            space = found.room(case, pools=4)
+            yield _table(found, case)
         except NoRoomError as error:
             yield Skip(case.name, str(error))
-            continue
-        pools = {
-            _SCATTERED: found.paged(case, space, scattered=True),
-            IN_ORDER: found.paged(case, space, scattered=False),
-            ONE_RUN: found.paged(case, replace(space, frame_layers=1, layers=1, sets=space.layers * space.sets), scattered=False),
-        }
-        if _takes(found, whole := replace(case, block_size=case.tokens)):
-            pools[ONE_BLOCK] = found.paged(whole, space, scattered=False)
-        expected = pools[_SCATTERED](0)
-        for name, pool in pools.items():
-            _check(case.name, name, pool(0), expected)
-        times = measure({name: found.here(pool) for name, pool in pools.items()}, found.limits, found.tell)
-        scattered = times.pop(_SCATTERED)
-        yield TableRow(
-            name=case.name,
-            us=statistics.median(scattered) * 1e6,
-            ratios={name: ratio(scattered, other) for name, other in times.items()},
-            rounds=len(scattered),
-        )
+
+
+def _table(found: Setting, case: Case) -> TableRow:
+    space = found.room(case, pools=4)
+    one_layer = replace(space, frame_layers=1, layers=1, sets=space.layers * space.sets)
+    pools = {
+        _SCATTERED: found.paged(case, space, scattered=True),
+        IN_ORDER: found.paged(case, space, scattered=False),
+        ONE_RUN: found.paged(case, one_layer, scattered=False),
+    }
+    if _takes(found, whole := replace(case, block_size=case.tokens)):
+        pools[ONE_BLOCK] = found.paged(whole, space, scattered=False)
+    times = _measure_pools(found, case.name, pools)
+    scattered = times.pop(_SCATTERED)
+    return TableRow(
+        name=case.name,
+        us=statistics.median(scattered) * 1e6,
+        ratios={name: ratio(scattered, other) for name, other in times.items()},
+        rounds=len(scattered),
+    )
 
 
 def blocks(found: Setting, curves: Sequence[Sequence[Case]]) -> Iterator[BlocksRow | Skip]:
@@ -199,24 +204,31 @@ def blocks(found: Setting, curves: Sequence[Sequence[Case]]) -> Iterator[BlocksR
         gc.collect()
         name = curve[0].name.partition(" block ")[0]
         try:
-            spaces = [found.room(case, pools=len(curve)) for case in curve]
+            yield _blocks(found, name, curve)
         except NoRoomError as error:
             yield Skip(name, str(error))
-            continue
-        pools = {case.block_size: found.paged(case, space, scattered=True) for case, space in zip(curve, spaces, strict=True)}
-        expected = pools[curve[0].block_size](0)
-        for block_size, pool in pools.items():
-            _check(name, f"blocks of {block_size}", pool(0), expected)
-        contenders = {str(block_size): found.here(pool) for block_size, pool in pools.items()}
-        times = measure(contenders, found.limits, found.tell)
-        best = min(times, key=lambda block_size: statistics.median(times[block_size]))
-        yield BlocksRow(
-            name=name,
-            best=int(best),
-            us=statistics.median(times[best]) * 1e6,
-            ratios=tuple(ratio(times[block_size], times[best]) for block_size in times),
-            rounds=len(times[best]),
-        )
+
+
+def _blocks(found: Setting, name: str, curve: Sequence[Case]) -> BlocksRow:
+    spaces = [found.room(case, pools=len(curve)) for case in curve]
+    pools = {str(case.block_size): found.paged(case, space, scattered=True) for case, space in zip(curve, spaces, strict=True)}
+    times = _measure_pools(found, name, pools)
+    best = min(times, key=lambda block_size: statistics.median(times[block_size]))
+    return BlocksRow(
+        name=name,
+        best=int(best),
+        us=statistics.median(times[best]) * 1e6,
+        ratios=tuple(ratio(of_size, times[best]) for of_size in times.values()),
+        rounds=len(times[best]),
+    )
+
+
+def _measure_pools(found: Setting, name: str, pools: dict[str, Paged]) -> dict[str, list[float]]:
+    """Measure pools with the same sequences beside one another."""
+    expected = next(iter(pools.values()))(0)
+    for which, pool in pools.items():
+        _check(name, which, pool(0), expected)
+    return measure({which: found.here(pool) for which, pool in pools.items()}, found.limits, found.tell)
 
 
 def products(found: Setting, weights: Sequence[Weight], rows: Sequence[int]) -> Iterator[ProductRow | Skip]:
@@ -235,20 +247,22 @@ def products(found: Setting, weights: Sequence[Weight], rows: Sequence[int]) -> 
     for weight in weights:
         gc.collect()
         try:
-            count = cases.weight_copies(weight, found.dtype.itemsize, found.cache_bytes, found.limit_bytes)
+            yield from _products_of(found, weight, rows, linear)
         except NoRoomError as error:
             yield Skip(weight.name, str(error))
-            continue
-        plain = torch.empty(count, weight.outputs, weight.inputs, dtype=found.dtype)
-        plain[:] = noise(weight.outputs * weight.inputs, 0).view(weight.outputs, weight.inputs)
-        for number in rows:
-            packed = [_packed(copy, number) for copy in plain]
-            yield _product(found, weight, number, plain, packed, linear)
 
 
-def _product(
-    found: Setting, weight: Weight, rows: int, plain: Tensor, packed: Sequence[Tensor], linear: Callable[[Tensor, Tensor], Tensor]
-) -> ProductRow:
+def _products_of(found: Setting, weight: Weight, rows: Sequence[int], linear: Product) -> Iterator[ProductRow]:
+    count = cases.weight_copies(weight, found.dtype.itemsize, found.cache_bytes, found.limit_bytes)
+    plain = torch.empty(count, weight.outputs, weight.inputs, dtype=found.dtype)
+    plain[:] = noise(weight.outputs * weight.inputs, 0).view(weight.outputs, weight.inputs)
+    for number in rows:
+        packed = [_packed(copy, number) for copy in plain]
+        yield _product(found, weight, number, plain, packed, linear)
+        packed.clear()  # before the next ones are made
+
+
+def _product(found: Setting, weight: Weight, rows: int, plain: Tensor, packed: Sequence[Tensor], linear: Product) -> ProductRow:
     given = queries(rows, 1, weight.inputs, found.dtype).view(rows, weight.inputs)
     calls: dict[str, Callable[[int], Tensor]] = {
         _OURS: lambda number: linear(given, plain[number % len(plain)]),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from benchmarks.figure import Curve
-from benchmarks.kernels_cases import BLOCK_SIZES, DECODE, PREFILL
+from benchmarks.kernels_cases import BLOCK_SIZES, BLOCKS, DECODE, PREFILL
 from benchmarks.kernels_rounds import geometric_mean
 
 #: The width of a case's name, and of every other column, at least.
@@ -233,4 +233,4 @@ def claims(report: Report) -> list[Claim]:
 
 def curves(rows: Sequence[BlocksRow]) -> list[Curve]:
     """Return the block sizes' curves, for the figure."""
-    return [Curve(row.name, row.ratios) for row in rows]
+    return [Curve(row.name.removeprefix(f"{BLOCKS} "), row.ratios) for row in rows]
