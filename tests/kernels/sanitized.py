@@ -1,0 +1,107 @@
+"""The native library compiled with sanitizers, and how a process has to be started that loads it.
+
+Knows AddressSanitizer, the compiler that has it, and the backend's calls; not what is tried. ASan sees the accesses of code that
+was compiled with it to whatever malloc gave: to torch's tensors too, each of its exact size, as torch keeps no memory back on the
+CPU. Frames of a pool can be forbidden besides.
+"""
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from kernels.cpu import backend as backend_module
+from kernels.cpu import build, library
+from kernels.cpu.backend import CpuBackend
+from kernels.interface import KvCache
+
+#: Nothing is optimized: an access that is of no use is made all the same.
+FLAGS: Final = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O0", "-g1")
+
+#: What a process ends with where a sanitizer found something.
+EXIT_CODE: Final = 99
+
+#: Leaks and mismatches of torch and Python are not ours to find.
+_OPTIONS: Final = {
+    "ASAN_OPTIONS": f"detect_leaks=0:alloc_dealloc_mismatch=0:new_delete_type_mismatch=0:exitcode={EXIT_CODE}",
+    "UBSAN_OPTIONS": f"halt_on_error=1:print_stacktrace=1:exitcode={EXIT_CODE}",
+}
+
+_ASK_TIMEOUT_S: Final = 30
+
+
+def environment() -> Mapping[str, str]:
+    """Return what a process needs besides its environment: the sanitizer before all libraries, a malloc for each object."""
+    compiler = os.environ.get("CXX", "c++").split()
+    asked = subprocess.run(
+        [*compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True, timeout=_ASK_TIMEOUT_S
+    )
+    return {**_OPTIONS, "LD_PRELOAD": str(Path(asked.stdout.strip()).resolve()), "PYTHONMALLOC": "malloc"}
+
+
+def use(folder: Path) -> None:
+    """Compile into this folder, where it is not there yet, and let this process take the library from it."""
+    build.build(folder, FLAGS)
+    library.load = cache(lambda: library.load_from(folder))
+    # The workspace ends where its last byte is: torch's memory begins at a multiple of 64 anyway.
+    backend_module._ALIGNMENT = 1  # type: ignore[misc]
+
+
+@contextmanager
+def forbidden(pool: KvCache, tables: list[list[int]]) -> Iterator[None]:
+    """Let every access end the process that is to a frame which no table names, the scratch frame too."""
+    asan = ctypes.CDLL(None)
+    size = pool.frames.shape[1] * pool.frames.element_size()
+    named = {block for table in tables for block in table}
+    others = [pool.frames.data_ptr() + block * size for block in range(pool.frames.shape[0]) if block not in named]
+    for address in others:
+        asan.__asan_poison_memory_region(ctypes.c_void_p(address), ctypes.c_size_t(size))
+    try:
+        yield
+    finally:
+        for address in others:
+            asan.__asan_unpoison_memory_region(ctypes.c_void_p(address), ctypes.c_size_t(size))
+
+
+# ------------------------------------------------------------------------------------------------------ faults to be found
+
+
+def _shift(name: str, *inside: str) -> Callable[[Any], None]:
+    """Return what moves an address by four bytes: by one float32, or one entry."""
+
+    def plant(call: Any) -> None:
+        for part in inside:
+            call = getattr(call, part)
+        setattr(call, name, getattr(call, name) + 4)
+
+    return plant
+
+
+#: Each makes one address in a call off by one.
+PLANTS: Final[Mapping[str, Callable[[Any], None]]] = {
+    "queries": _shift("data", "queries"),
+    "output": _shift("output"),
+    "tables": _shift("tables", "rows"),
+    "frames": _shift("base", "layer"),
+    "sinks": _shift("sinks"),
+    "workspace": _shift("workspace"),
+    "lengths": _shift("context_lengths", "rows"),
+}
+
+
+def planted(name: str) -> CpuBackend:
+    """Return a backend whose calls for attention have that fault."""
+    faulty = CpuBackend()
+    attend = faulty._library.attend
+
+    def call(instructions: int, reference: Any) -> int:
+        PLANTS[name](reference._obj)
+        return attend(instructions, reference)
+
+    faulty._library = replace(faulty._library, attend=call)
+    return faulty
