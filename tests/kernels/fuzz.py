@@ -1,12 +1,13 @@
 """The native backend against the reference, on whatever steps come to mind, for as long as asked; with sanitizers if asked.
 
-    python -m tests.kernels.fuzz [--seconds 600] [--seed N] [--trials N] [--sanitize] [--plant WHAT]
+    python -m tests.kernels.fuzz [--seconds 600] [--seed N] [--trials N] [--sanitize] [--prove]
 
 A trial is a step of random shapes, strides, tables and lengths, and copies of random frames; its number is its seed. Trials run
 in a child process, so that one which kills it has a number, too: `--seed N --trials 1` does that one again.
 
 With --sanitize the library is compiled with AddressSanitizer and UBSan, tables have no entry to spare, and the frames that no
-table names are forbidden: an access out of bounds ends the run with a report. --plant makes such a fault, which has to be found.
+table names are forbidden: an access out of bounds ends the run with a report. --prove makes such faults instead, one of each kind
+and each in a process of its own, and fails where one is not found.
 """
 
 import faulthandler
@@ -17,9 +18,9 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 
@@ -40,6 +41,9 @@ _PAUSE_S: Final = 10.0
 
 #: A trial that takes longer hangs, and ends the child.
 _PATIENCE_S: Final = 120.0
+
+#: In how many trials a fault that was made has to be found: not every step comes near an end.
+_PROVING_TRIALS: Final = 40
 
 _SIZES: Final = (32, 64, 80, 96, 112, 128, 256)
 
@@ -128,11 +132,11 @@ def copy_once(backend: AttentionBackend[Any], case: Case) -> None:
     assert torch.equal(host, moved), f"moves {moves} in {shape}"
 
 
-def try_once(seed: int, *, forbid: bool, plant: str | None) -> None:
+def try_once(seed: int, *, forbid: bool) -> None:
     """Do one trial, with a backend of its own: so its workspace is as large as it has to be."""
     case = case_of(seed)
     known = library.instructions()
-    attend_once(sanitized.planted(plant) if plant else CpuBackend(known[seed % len(known)]), case, forbid=forbid)
+    attend_once(CpuBackend(known[seed % len(known)]), case, forbid=forbid)
     copy_once(CpuBackend(), case)
 
 
@@ -144,45 +148,74 @@ def work(asked: Namespace) -> None:
     torch.set_num_threads(1)
     if asked.library is not None:
         sanitized.use(asked.library)
+    if asked.prove:
+        prove(asked.seed, _PROVING_TRIALS)
+        return
     end = time.monotonic() + asked.seconds
     for seed in range(asked.seed, asked.seed + asked.trials):
         if time.monotonic() > end:
             break
         print(seed, flush=True)
         faulthandler.dump_traceback_later(_PATIENCE_S, exit=True)
-        try_once(seed, forbid=asked.library is not None, plant=asked.plant)
+        try_once(seed, forbid=asked.library is not None)
+
+
+def _try_planted(name: str, seeds: range) -> NoReturn:
+    """Do trials with that fault, and end the process. That results are wrong is no matter."""
+    try:
+        for seed in seeds:
+            with suppress(AssertionError):
+                attend_once(sanitized.planted(name), case_of(seed), forbid=True)
+    finally:
+        os._exit(0)
+
+
+def prove(first: int, trials: int) -> None:
+    """Make a fault of each kind, in a process that ends with it, and say what the sanitizer said.
+
+    Raises:
+        SystemExit: it did not end with a report.
+    """
+    for name in sanitized.PLANTS:
+        with tempfile.TemporaryFile("w+") as report:
+            process = os.fork()
+            if process == 0:
+                os.dup2(report.fileno(), sys.stderr.fileno())
+                _try_planted(name, range(first, first + trials))
+            status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+            report.seek(0)
+            said = [line for line in report if line.startswith("SUMMARY") or "runtime error" in line]
+        if status != sanitized.EXIT_CODE or not said:
+            raise SystemExit(f"{name}: not found in {trials} trials (status {status})")
+        print(f"{name}: {said[0].strip()}", flush=True)
 
 
 def supervise(asked: Namespace, folder: Path) -> int:
     """Start the child, say how far it is, and which trial it was that ended it; return the exit status."""
-    options = [f"--seconds={asked.seconds}", f"--seed={asked.seed}", f"--trials={asked.trials}"]
+    command = [sys.executable, "-m", "tests.kernels.fuzz", "--child", f"--seconds={asked.seconds}", f"--trials={asked.trials}"]
+    command += [f"--seed={asked.seed}"]
     environment = dict(os.environ)
-    if asked.plant:
-        options.append(f"--plant={asked.plant}")
-    if asked.sanitize:
+    if asked.sanitize or asked.prove:
         print("compiling with sanitizers", flush=True)
-        sanitized.build.build(folder, sanitized.FLAGS)
-        options.append(f"--library={folder}")
+        sanitized.compile_into(folder)
+        command.append(f"--library={folder}")
         environment |= sanitized.environment()
-    began = time.monotonic()
-    command = [sys.executable, "-m", "tests.kernels.fuzz", "--child", *options]
+    if asked.prove:
+        return subprocess.run([*command, "--prove"], env=environment, check=False).returncode
+    began = said = time.monotonic()
+    done, seed = 0, asked.seed
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
-        done, last = 0, None
-        said = began
         for line in child.stdout:
-            done, last = done + 1, int(line)
+            done, seed = done + 1, int(line)
             if time.monotonic() - said > _PAUSE_S:
                 said = time.monotonic()
-                print(f"{done:,} trials, {said - began:.0f} of {asked.seconds:.0f} s, at seed {last}", flush=True)
+                print(f"{done:,} trials, {said - began:.0f} of {asked.seconds:.0f} s, at seed {seed}", flush=True)
     if child.returncode == 0:
         print(f"{done:,} trials from seed {asked.seed} on, {time.monotonic() - began:.0f} s: nothing found", flush=True)
         return 0
-    print(
-        f"trial {last} ended it (status {child.returncode}); again: python -m tests.kernels.fuzz --seed {last} --trials 1"
-        + (" --sanitize" if asked.sanitize else ""),
-        flush=True,
-    )
+    again = f"python -m tests.kernels.fuzz --seed {seed} --trials 1{' --sanitize' if asked.sanitize else ''}"
+    print(f"a trial ended it (status {child.returncode}); again: {again}", flush=True)
     return 1
 
 
@@ -193,7 +226,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="of the first trial; else a random one")
     parser.add_argument("--trials", type=int, default=10**9, help="at most so many")
     parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer and UBSan")
-    parser.add_argument("--plant", choices=list(sanitized.PLANTS), help="make this fault; with --sanitize")
+    parser.add_argument("--prove", action="store_true", help="make faults, each of which a sanitizer has to find")
     parser.add_argument("--build", type=Path, help="where the sanitized library is kept; else it is thrown away")
     parser.add_argument("--child", action="store_true", help="(what it starts itself)")
     parser.add_argument("--library", type=Path, help="(likewise)")

@@ -8,12 +8,12 @@ CPU. Frames of a pool can be forbidden besides.
 import ctypes
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from kernels.cpu import backend as backend_module
 from kernels.cpu import build, library
@@ -44,9 +44,13 @@ def environment() -> Mapping[str, str]:
     return {**_OPTIONS, "LD_PRELOAD": str(Path(asked.stdout.strip()).resolve()), "PYTHONMALLOC": "malloc"}
 
 
-def use(folder: Path) -> None:
-    """Compile into this folder, where it is not there yet, and let this process take the library from it."""
+def compile_into(folder: Path) -> None:
+    """Compile the library, unless the folder has it."""
     build.build(folder, FLAGS)
+
+
+def use(folder: Path) -> None:
+    """Let this process take the library from this folder. Not to be undone."""
     library.load = cache(lambda: library.load_from(folder))
     # The workspace ends where its last byte is: torch's memory begins at a multiple of 64 anyway.
     backend_module._ALIGNMENT = 1  # type: ignore[misc]
@@ -71,37 +75,49 @@ def forbidden(pool: KvCache, tables: list[list[int]]) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------ faults to be found
 
 
-def _shift(name: str, *inside: str) -> Callable[[Any], None]:
-    """Return what moves an address by four bytes: by one float32, or one entry."""
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """An address in a call that is moved: by one float32 or one entry, where nothing else is said."""
 
-    def plant(call: Any) -> None:
+    function: Literal["attend", "write"]
+    path: str
+    bytes: int = 4
+
+    def put(self, call: Any) -> None:
+        """Put the fault into a call."""
+        *inside, name = self.path.split(".")
         for part in inside:
             call = getattr(call, part)
-        setattr(call, name, getattr(call, name) + 4)
+        address = getattr(call, name)
+        if address is not None:  # as sinks, where there are none
+            setattr(call, name, address + self.bytes)
 
-    return plant
 
-
-#: Each makes one address in a call off by one.
-PLANTS: Final[Mapping[str, Callable[[Any], None]]] = {
-    "queries": _shift("data", "queries"),
-    "output": _shift("output"),
-    "tables": _shift("tables", "rows"),
-    "frames": _shift("base", "layer"),
-    "sinks": _shift("sinks"),
-    "workspace": _shift("workspace"),
-    "lengths": _shift("context_lengths", "rows"),
+PLANTS: Final = {
+    "queries": Plant("attend", "queries.data"),
+    "output": Plant("attend", "output"),
+    "tables": Plant("attend", "rows.tables"),
+    "contexts": Plant("attend", "rows.context_lengths"),
+    "frames": Plant("attend", "layer.base"),
+    "sinks": Plant("attend", "sinks"),
+    "workspace": Plant("attend", "workspace", bytes=8192),  # its end is for what the last thread never has
+    "keys": Plant("write", "keys.data"),
+    "values": Plant("write", "values.data"),
+    "slots": Plant("write", "rows.write_slots", bytes=8),
+    "written frames": Plant("write", "layer.base"),
 }
 
 
 def planted(name: str) -> CpuBackend:
-    """Return a backend whose calls for attention have that fault."""
-    faulty = CpuBackend()
-    attend = faulty._library.attend
+    """Return a backend whose calls have that fault."""
+    plant, faulty = PLANTS[name], CpuBackend()
+    function = getattr(faulty._library, plant.function)
 
     def call(instructions: int, reference: Any) -> int:
-        PLANTS[name](reference._obj)
-        return attend(instructions, reference)
+        plant.put(reference._obj)
+        status: int = function(instructions, reference)
+        return status
 
-    faulty._library = replace(faulty._library, attend=call)
+    known = faulty._library
+    faulty._library = replace(known, attend=call) if plant.function == "attend" else replace(known, write=call)
     return faulty
