@@ -110,8 +110,61 @@ class CopyCall(ctypes.Structure):
     )
 
 
+class LinearCall(ctypes.Structure):
+    """Rows times a weight."""
+
+    _fields_ = (
+        ("input", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("input_stride", ctypes.c_int64),
+        ("weight_stride", ctypes.c_int64),
+        ("element", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+        ("outputs", ctypes.c_int32),
+        ("inner", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    )
+
+
+class NormCall(ctypes.Structure):
+    """An RMS norm, of a sum or not."""
+
+    _fields_ = (
+        ("input", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("sum", ctypes.c_void_p),
+        ("input_stride", ctypes.c_int64),
+        ("residual_stride", ctypes.c_int64),
+        ("element", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+        ("epsilon", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+    )
+
+
+class GateCall(ctypes.Structure):
+    """SiLU of one half of a row times the other."""
+
+    _fields_ = (
+        ("input", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("input_stride", ctypes.c_int64),
+        ("element", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    )
+
+
 #: In the order of kilburn_sizeof's argument.
-STRUCTURES: Final[tuple[type[ctypes.Structure], ...]] = (Layer, Rows, Strided, AttendCall, WriteCall, CopyCall)
+STRUCTURES: Final[tuple[type[ctypes.Structure], ...]] = (
+    Layer, Rows, Strided, AttendCall, WriteCall, CopyCall, LinearCall, NormCall, GateCall,
+)  # fmt: skip
 
 #: What kilburn_use_threads takes: what runs a parallel region in every OpenMP runtime, and what tells a thread its number and how
 #: many there are.
@@ -135,6 +188,10 @@ class Library:
     attend: Callable[..., int]  # (instructions, call) -> status
     write: Callable[..., int]  # (instructions, call) -> status
     copy: Callable[..., None]  # (call)
+    linear: Callable[..., int]  # (instructions, call) -> status
+    rms_norm: Callable[..., int]  # (instructions, call) -> status
+    silu_mul: Callable[..., int]  # (instructions, call) -> status
+    read: Callable[[int, int, int, int], int]  # (instructions, address, bytes, threads) -> exclusive or of all words
 
     def choose(self, wanted: str | None) -> str:
         """Return the instruction set of that name, or the best one.
@@ -194,7 +251,8 @@ def load_from(folder: Path) -> Library:
     if not supported:
         raise LibraryError(f"this machine has none of the instruction sets {', '.join(build.INSTRUCTION_SETS)}")
     openmp, why_one_thread = _use_openmp(holding)
-    layer, attend, write, copy = (ctypes.POINTER(structure) for structure in (Layer, AttendCall, WriteCall, CopyCall))
+    layer, _, _, attend, write, copy, linear, norm, gate = (ctypes.POINTER(structure) for structure in STRUCTURES)
+    read = (ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
     return Library(
         path=path,
         openmp=openmp,
@@ -205,6 +263,10 @@ def load_from(folder: Path) -> Library:
         attend=_function(releasing, "kilburn_attend", ctypes.c_int, ctypes.c_int32, attend),
         write=_function(holding, "kilburn_write", ctypes.c_int, ctypes.c_int32, write),
         copy=_function(releasing, "kilburn_copy", None, copy),
+        linear=_function(holding, "kilburn_linear", ctypes.c_int, ctypes.c_int32, linear),
+        rms_norm=_function(holding, "kilburn_rms_norm", ctypes.c_int, ctypes.c_int32, norm),
+        silu_mul=_function(holding, "kilburn_silu_mul", ctypes.c_int, ctypes.c_int32, gate),
+        read=_function(releasing, "kilburn_read", ctypes.c_uint64, *read),
     )
 
 

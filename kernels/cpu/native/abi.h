@@ -75,10 +75,59 @@ struct CopyCall {
   int32_t threads;
 };
 
+// The small operations, in kFloat32 or kBfloat16. The elements of a row lie side by side, rows of what is read any stride apart
+// (in bytes), rows of what is written one behind the other.
+
+// output[row] = weight input[row] + bias.
+struct LinearCall {
+  const char* input;   // [rows, inner]
+  const char* weight;  // [outputs, inner]
+  const char* bias;    // [outputs], or null
+  char* output;        // [rows, outputs]
+  int64_t input_stride;
+  int64_t weight_stride;
+  int32_t element;
+  int32_t rows;
+  int32_t outputs;
+  int32_t inner;
+  int32_t threads;
+};
+
+// sum = input + residual; output = weight * sum / sqrt(mean of the sum's squares + epsilon).
+struct NormCall {
+  const char* input;     // [rows, size]
+  const char* residual;  // [rows, size], or null: then sum is the input, and not written
+  const char* weight;    // [size]
+  char* output;          // [rows, size]
+  char* sum;             // [rows, size]
+  int64_t input_stride;
+  int64_t residual_stride;
+  int32_t element;
+  int32_t rows;
+  int32_t size;
+  float epsilon;
+  int32_t threads;
+};
+
+// output = silu(gate) * up.
+struct GateCall {
+  const char* input;  // [rows, 2 size]: gate, then up
+  char* output;       // [rows, size]
+  int64_t input_stride;
+  int32_t element;
+  int32_t rows;
+  int32_t size;
+  int32_t threads;
+};
+
 // What one instruction set has to offer. Bodies of parallel regions: each is called by every thread of `threads` with its number.
 struct Kernels {
   int64_t (*workspace)(const AttendCall&);
   void (*attend)(const AttendCall&, int thread, int threads);
   void (*merge)(const AttendCall&, int threads);  // after `attend`, by one thread
   void (*write)(const WriteCall&, int thread, int threads);
+  void (*linear)(const LinearCall&, int thread, int threads);
+  void (*rms_norm)(const NormCall&, int thread, int threads);
+  void (*silu_mul)(const GateCall&, int thread, int threads);
+  uint64_t (*read)(const char* memory, int64_t bytes, int thread, int threads);
 };

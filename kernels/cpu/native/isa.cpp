@@ -1,5 +1,7 @@
 // The kernels for one instruction set: compiled once for each, with -DKILBURN_ISA=its name and the compiler flags that go with it.
 #include "attention.h"
+#include "linear.h"
+#include "operations.h"
 
 namespace KILBURN_ISA {
 namespace {
@@ -36,9 +38,21 @@ void write_any(const WriteCall& call, int thread, int threads) {
   }
 }
 
+void linear_any(const LinearCall& call, int thread, int threads) {
+  call.element == kFloat32 ? linear<kFloat32>(call, thread, threads) : linear<kBfloat16>(call, thread, threads);
+}
+
+void rms_norm_any(const NormCall& call, int thread, int threads) {
+  call.element == kFloat32 ? rms_norm<kFloat32>(call, thread, threads) : rms_norm<kBfloat16>(call, thread, threads);
+}
+
+void silu_mul_any(const GateCall& call, int thread, int threads) {
+  call.element == kFloat32 ? silu_mul<kFloat32>(call, thread, threads) : silu_mul<kBfloat16>(call, thread, threads);
+}
+
 }  // namespace
 
 extern const Kernels kernels;
-const Kernels kernels = {workspace_any, attend_any, merge_any, write_any};
+const Kernels kernels = {workspace_any, attend_any, merge_any, write_any, linear_any, rms_norm_any, silu_mul_any, read};
 
 }  // namespace KILBURN_ISA

@@ -93,7 +93,8 @@ EXPORT int32_t kilburn_abi() { return kAbi; }
 
 // Sizes of the structures of abi.h in their order there; 0 behind the last.
 EXPORT int64_t kilburn_sizeof(int32_t structure) {
-  constexpr int64_t kSizes[] = {sizeof(Layer), sizeof(Rows), sizeof(Strided), sizeof(AttendCall), sizeof(WriteCall), sizeof(CopyCall)};
+  constexpr int64_t kSizes[] = {sizeof(Layer),    sizeof(Rows),       sizeof(Strided),  sizeof(AttendCall), sizeof(WriteCall),
+                                sizeof(CopyCall), sizeof(LinearCall), sizeof(NormCall), sizeof(GateCall)};
   return structure < 0 || structure >= int32_t(sizeof kSizes / sizeof *kSizes) ? 0 : kSizes[structure];
 }
 
@@ -145,4 +146,37 @@ EXPORT void kilburn_copy(const CopyCall* call) {
       at += bytes;
     }
   });
+}
+
+EXPORT int kilburn_linear(int32_t instructions, const LinearCall* call) {
+  const Kernels* kernels = kernels_of(instructions);
+  if (!kernels || call->element == kFloat16) return kUnsupported;
+  parallel(call->threads, [&](int thread, int count) { kernels->linear(*call, thread, count); });
+  return kDone;
+}
+
+EXPORT int kilburn_rms_norm(int32_t instructions, const NormCall* call) {
+  const Kernels* kernels = kernels_of(instructions);
+  if (!kernels || call->element == kFloat16) return kUnsupported;
+  parallel(call->threads, [&](int thread, int count) { kernels->rms_norm(*call, thread, count); });
+  return kDone;
+}
+
+EXPORT int kilburn_silu_mul(int32_t instructions, const GateCall* call) {
+  const Kernels* kernels = kernels_of(instructions);
+  if (!kernels || call->element == kFloat16) return kUnsupported;
+  parallel(call->threads, [&](int thread, int count) { kernels->silu_mul(*call, thread, count); });
+  return kDone;
+}
+
+// Read memory as fast as it can be, and do nothing with it: the exclusive or of its words of 8 bytes, the last filled with zeros.
+EXPORT uint64_t kilburn_read(int32_t instructions, const char* memory, int64_t bytes, int32_t threads) {
+  const Kernels* kernels = kernels_of(instructions);
+  uint64_t found = 0;
+  if (kernels) {
+    parallel(threads, [&](int thread, int count) {
+      __atomic_fetch_xor(&found, kernels->read(memory, bytes, thread, count), __ATOMIC_RELAXED);
+    });
+  }
+  return found;
 }
