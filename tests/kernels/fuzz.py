@@ -6,8 +6,8 @@ A trial is a step of random shapes, strides, tables and lengths, and copies of r
 in a child process, so that one which kills it has a number, too: `--seed N --trials 1` does that one again.
 
 With --sanitize the library is compiled with AddressSanitizer and UBSan, tables have no entry to spare, and the frames that no
-table names are forbidden: an access out of bounds ends the run with a report. --prove makes such faults instead, one of each kind
-and each in a process of its own, and fails where one is not found.
+table names are forbidden: an access out of bounds ends the run with a report. --prove makes such faults first, one of each kind
+and each in a process of its own, and ends where one is not found.
 """
 
 import faulthandler
@@ -150,7 +150,6 @@ def work(asked: Namespace) -> None:
         sanitized.use(asked.library)
     if asked.prove:
         prove(asked.seed, _PROVING_TRIALS)
-        return
     end = time.monotonic() + asked.seconds
     for seed in range(asked.seed, asked.seed + asked.trials):
         if time.monotonic() > end:
@@ -196,17 +195,21 @@ def supervise(asked: Namespace, folder: Path) -> int:
     command += [f"--seed={asked.seed}"]
     environment = dict(os.environ)
     if asked.sanitize or asked.prove:
-        print("compiling with sanitizers", flush=True)
-        sanitized.compile_into(folder)
+        if asked.build is None:
+            print("compiling with sanitizers", flush=True)
+            sanitized.compile_into(folder, sanitized.ALL)
         command.append(f"--library={folder}")
         environment |= sanitized.environment()
     if asked.prove:
-        return subprocess.run([*command, "--prove"], env=environment, check=False).returncode
+        command.append("--prove")
     began = said = time.monotonic()
     done, seed = 0, asked.seed
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         for line in child.stdout:
+            if not line.strip().isdecimal():
+                print(line, end="", flush=True)
+                continue
             done, seed = done + 1, int(line)
             if time.monotonic() - said > _PAUSE_S:
                 said = time.monotonic()
@@ -226,8 +229,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="of the first trial; else a random one")
     parser.add_argument("--trials", type=int, default=10**9, help="at most so many")
     parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer and UBSan")
-    parser.add_argument("--prove", action="store_true", help="make faults, each of which a sanitizer has to find")
-    parser.add_argument("--build", type=Path, help="where the sanitized library is kept; else it is thrown away")
+    parser.add_argument("--prove", action="store_true", help="first make faults, each of which has to be found")
+    parser.add_argument("--build", type=Path, help="where the library lies, compiled with sanitizers already")
     parser.add_argument("--child", action="store_true", help="(what it starts itself)")
     parser.add_argument("--library", type=Path, help="(likewise)")
     asked = parser.parse_args()
