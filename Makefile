@@ -12,7 +12,7 @@ COMPILED := $(MEMMGR) $(KERNELS)
 # Where it is set, each process compiles torch and transformers anew: four seconds more for each start of an executor.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup compile demo test exact prove faults check proto clean
+.PHONY: help setup compile demo test exact prove faults fuzz check proto clean
 
 help:
 	@echo "make setup   install into .venv"
@@ -22,6 +22,7 @@ help:
 	@echo "make exact   the full comparison with transformers (long)"
 	@echo "make prove   the memory manager against naive models: 20,000 examples, every order of 8 operations (long)"
 	@echo "make faults  plant faults in the memory manager, one at a time: does a test catch each? (long)"
+	@echo "make fuzz    the CPU's kernels on random steps, under sanitizers, for ten minutes (long)"
 	@echo "make check   ruff and mypy"
 	@echo "make proto   generate kilburn/v1 from protos/"
 	@echo "make clean   remove .venv and all that was built; models stay in the cache folder"
@@ -62,6 +63,9 @@ prove: $(STAMP)
 
 faults: $(STAMP)
 	$(BIN)/python -m tests.memmgr.plant
+
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.kernels.fuzz --seconds 600 --sanitize
 
 clean:
 	rm -rf $(VENV) memmgr/compiled/*.so memmgr/compiled/*/ $(MEMMGR) kernels/cpu/compiled .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -258,7 +258,12 @@ _server_flags: Final = together(
         default="auto",
         help="Of weights and pool; auto: the model's. Only in float32 is an answer the same in every batch.",
     ),
-    flag("--attention", type=click.Choice(["auto", "triton", "cpu", "reference"]), default="auto", help="The backend."),
+    flag(
+        "--attention",
+        type=click.Choice(["auto", "triton", "cpu", "reference"]),
+        default="auto",
+        help="The backend; auto: triton on a GPU, cpu on a CPU.",
+    ),
     flag("--block-size", type=Parsed("tokens", _block_size), default="16", help=f"Tokens a block, 1 to {MAX_BLOCK_SIZE}."),
     flag("--num-blocks", type=_COUNT, help="Physical blocks; else as many as fit into --kv-memory."),
     flag("--kv-memory", type=Parsed("size", parse_bytes), help="Such as 2GiB; else a share of what is free."),

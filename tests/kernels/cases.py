@@ -5,9 +5,9 @@ CPU, so that every backend on every device gets the same ones.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, Literal
 
@@ -136,30 +136,30 @@ def check(backend: AttentionBackend[Any], case: Case, device: str = "cpu") -> No
 
 def outputs(backend: AttentionBackend[Any], step: Step, scatter: Scatter, device: str = "cpu") -> list[Tensor]:
     """Return each layer's result, in a pool that was full of NaN: what was not written must not reach an output."""
-    with threads(step.case.threads):
-        return _outputs(backend, step, scatter, device)
-
-
-def _outputs(backend: AttentionBackend[Any], step: Step, scatter: Scatter, device: str) -> list[Tensor]:
     case = step.case
     tables = tables_of([-(-sequence.context // case.block_size) for sequence in step.sequences], scatter, case.seed)
     cache = poisoned(backend, CacheShape(case.layers, case.block_size, case.dtype), tables, device)
-    _write_past(backend, cache, step, tables)
-    rows = rows_of(step.sequences, tables, case.block_size, cache.scratch, device)
-    prepared = backend.prepare(cache, rows)
-    found = []
-    for number, layer in enumerate(step.layers):
-        keys, values = (
-            torch.cat([state[sequence.past :] for sequence, state in zip(step.sequences, states, strict=True)])
-            for states in (layer.keys, layer.values)
-        )
-        queries, keys, values = laid_out((layer.queries, keys, values), case.strides, device)
-        backend.write_kv(prepared, number, keys, values)
-        rule = layer.rule
-        if rule.sinks is not None:
-            rule = AttentionRule(rule.scale, rule.window, rule.softcap, rule.sinks.to(device))
-        found.append(backend.paged_attention(prepared, number, queries, rule))
-    return found
+    return computed(backend, step, cache, tables)
+
+
+def computed(backend: AttentionBackend[Any], step: Step, cache: KvCache, tables: list[list[int]], spare: int = 1) -> list[Tensor]:
+    """Return each layer's result; the tables are handed over with `spare` entries more than the longest needs."""
+    case, device = step.case, str(cache.frames.device)
+    with threads(case.threads):
+        _write_past(backend, cache, step, tables, spare)
+        rows = rows_of(step.sequences, tables, case.block_size, cache.scratch, device, spare)
+        prepared = backend.prepare(cache, rows)
+        found = []
+        for number, layer in enumerate(step.layers):
+            keys, values = (
+                torch.cat([state[sequence.past :] for sequence, state in zip(step.sequences, states, strict=True)])
+                for states in (layer.keys, layer.values)
+            )
+            queries, keys, values = laid_out((layer.queries, keys, values), case.strides, device)
+            backend.write_kv(prepared, number, keys, values)
+            sinks = None if layer.rule.sinks is None else layer.rule.sinks.to(device)
+            found.append(backend.paged_attention(prepared, number, queries, replace(layer.rule, sinks=sinks)))
+        return found
 
 
 @contextmanager
@@ -173,7 +173,7 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _write_past(backend: AttentionBackend[Any], cache: KvCache, step: Step, tables: list[list[int]]) -> None:
+def _write_past(backend: AttentionBackend[Any], cache: KvCache, step: Step, tables: list[list[int]], spare: int) -> None:
     """Write what earlier steps would have left, all of it at once."""
     members = [number for number, sequence in enumerate(step.sequences) if sequence.past]
     if not members:
@@ -185,6 +185,7 @@ def _write_past(backend: AttentionBackend[Any], cache: KvCache, step: Step, tabl
         cache.shape.block_size,
         cache.scratch,
         str(cache.frames.device),
+        spare,
     )
     prepared = backend.prepare(cache, rows)
     for number, layer in enumerate(step.layers):
@@ -214,15 +215,16 @@ def tables_of(lengths: list[int], scatter: Scatter, seed: int) -> list[list[int]
 
 
 def rows_of(
-    sequences: "tuple[Sequence, ...] | list[Sequence]",
+    sequences: Iterable[Sequence],
     tables: list[list[int]],
     block_size: int,
     scratch: int,
     device: str = "cpu",
+    spare: int = 1,
 ) -> StepRows:
-    """Return the step's rows; tables are padded with the scratch block, one entry more than the longest needs."""
+    """Return the step's rows; tables are padded with the scratch block, `spare` entries more than the longest needs."""
     sequences = tuple(sequences)
-    width = max(len(table) for table in tables) + 1
+    width = max(len(table) for table in tables) + spare
     slots = [
         table[position // block_size] * block_size + position % block_size
         for sequence, table in zip(sequences, tables, strict=True)
@@ -242,7 +244,7 @@ def laid_out(tensors: tuple[Tensor, Tensor, Tensor], strides: Strides, device: s
     if strides == "joined":
         joined = torch.cat([tensor.flatten(1) for tensor in tensors], dim=1).to(device)
         parts = joined.split_with_sizes([tensor[0].numel() for tensor in tensors], dim=1)
-        return [part.unflatten(1, tensor.shape[1:]) for part, tensor in zip(parts, tensors, strict=True)]
+        return [part.view(-1, *tensor.shape[1:]) for part, tensor in zip(parts, tensors, strict=True)]
     moved = [tensor.to(device) for tensor in tensors]
     if strides == "transposed":
         return [tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in moved]
