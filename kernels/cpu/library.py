@@ -25,6 +25,10 @@ from kernels.cpu import build
 #: As kAbi in native/abi.h.
 ABI: Final = 1
 
+#: As Status in native/main.cpp.
+DONE: Final = 0
+WORKSPACE_TOO_SMALL: Final = 2
+
 #: As Element in native/abi.h.
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -118,6 +122,8 @@ class LinearCall(ctypes.Structure):
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_int64),
         ("input_stride", ctypes.c_int64),
         ("weight_stride", ctypes.c_int64),
         ("element", ctypes.c_int32),
@@ -188,6 +194,7 @@ class Library:
     attend: Callable[..., int]  # (instructions, call) -> status
     write: Callable[..., int]  # (instructions, call) -> status
     copy: Callable[..., None]  # (call)
+    linear_workspace: Callable[..., int]  # (instructions, call)
     linear: Callable[..., int]  # (instructions, call) -> status
     rms_norm: Callable[..., int]  # (instructions, call) -> status
     silu_mul: Callable[..., int]  # (instructions, call) -> status
@@ -263,6 +270,7 @@ def load_from(folder: Path) -> Library:
         attend=_function(releasing, "kilburn_attend", ctypes.c_int, ctypes.c_int32, attend),
         write=_function(holding, "kilburn_write", ctypes.c_int, ctypes.c_int32, write),
         copy=_function(releasing, "kilburn_copy", None, copy),
+        linear_workspace=_function(holding, "kilburn_linear_workspace", ctypes.c_int64, ctypes.c_int32, linear),
         linear=_function(holding, "kilburn_linear", ctypes.c_int, ctypes.c_int32, linear),
         rms_norm=_function(holding, "kilburn_rms_norm", ctypes.c_int, ctypes.c_int32, norm),
         silu_mul=_function(holding, "kilburn_silu_mul", ctypes.c_int, ctypes.c_int32, gate),

@@ -25,6 +25,8 @@ FEW_ROWS: Final = 8
 _SHARED_WEIGHT: Final = 64 * 1024
 _SHARED_ELEMENTS: Final = 16 * 1024
 
+_ALIGNMENT: Final = 64
+
 _ELEMENTS: Final = {dtype: library.ELEMENTS[dtype] for dtype in (torch.float32, torch.bfloat16)}
 
 
@@ -42,6 +44,8 @@ class Operations:
         self._library = library.load()
         self.instructions = self._library.choose(instructions)
         self._number = self._library.number(self.instructions)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._workspace = self._grow(0)  # its address and size: products with the same shapes need nothing new
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return rows [n, inner] times weight [outputs, inner] plus bias [outputs], as [n, outputs].
@@ -60,6 +64,7 @@ class Operations:
             weight.data_ptr(),
             None if bias is None else _vector(bias, outputs, "bias"),
             output.data_ptr(),
+            *self._workspace,
             rows.stride(0) * size,
             weight.stride(0) * size,
             element,
@@ -68,7 +73,11 @@ class Operations:
             inner,
             threads,
         )
-        self._done(self._library.linear(self._number, byref(call)))
+        status = self._library.linear(self._number, byref(call))
+        if status == library.WORKSPACE_TOO_SMALL:
+            call.workspace, call.workspace_bytes = self._grow(self._library.linear_workspace(self._number, byref(call)))
+            status = self._library.linear(self._number, byref(call))
+        _check_done(status)
         return output
 
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -94,7 +103,7 @@ class Operations:
         output = rows.new_empty(count, size)
         threads = torch.get_num_threads() if count * size >= _SHARED_ELEMENTS else 1
         call = GateCall(rows.data_ptr(), output.data_ptr(), rows.stride(0) * rows.element_size(), element, count, size, threads)
-        self._done(self._library.silu_mul(self._number, byref(call)))
+        _check_done(self._library.silu_mul(self._number, byref(call)))
         return output
 
     def _norm(self, rows: Tensor, residual: Tensor | None, total: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
@@ -116,11 +125,18 @@ class Operations:
             epsilon,
             threads,
         )
-        self._done(self._library.rms_norm(self._number, byref(call)))
+        _check_done(self._library.rms_norm(self._number, byref(call)))
         return output
 
-    def _done(self, status: int) -> None:
-        assert status == 0, f"the library refused the call: status {status}"
+    def _grow(self, need: int) -> tuple[int, int]:
+        self._memory = torch.empty(need + _ALIGNMENT, dtype=torch.uint8)
+        start = self._memory.data_ptr()
+        self._workspace = (start + -start % _ALIGNMENT, need)
+        return self._workspace
+
+
+def _check_done(status: int) -> None:
+    assert status == library.DONE, f"the library refused the call: status {status}"
 
 
 def _element(rows: Tensor, *others: Tensor | None) -> int:

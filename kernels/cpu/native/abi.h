@@ -84,6 +84,8 @@ struct LinearCall {
   const char* weight;  // [outputs, inner]
   const char* bias;    // [outputs], or null
   char* output;        // [rows, outputs]
+  char* workspace;     // kilburn_linear_workspace(call) bytes, aligned to 64
+  int64_t workspace_bytes;
   int64_t input_stride;
   int64_t weight_stride;
   int32_t element;
@@ -126,6 +128,8 @@ struct Kernels {
   void (*attend)(const AttendCall&, int thread, int threads);
   void (*merge)(const AttendCall&, int threads);  // after `attend`, by one thread
   void (*write)(const WriteCall&, int thread, int threads);
+  int64_t (*linear_workspace)(const LinearCall&);
+  void (*gather_rows)(const LinearCall&);  // before `linear`, by one thread
   void (*linear)(const LinearCall&, int thread, int threads);
   void (*rms_norm)(const NormCall&, int thread, int threads);
   void (*silu_mul)(const GateCall&, int thread, int threads);
