@@ -54,7 +54,10 @@ class PoolSpec:
 
 
 class Pool:
-    """The frames, [blocks + 1, elements], scratch last. Made by `shared_pool` or `device_pool`; `close` it at a clean end."""
+    """The frames, [blocks + 1, elements], scratch last. Made by `shared_pool` or `device_pool`; `close` it at a clean end.
+
+    `host_frames`, [host blocks, elements], are memory on the host to swap to: none before `add_host`.
+    """
 
     def __init__(self, spec: PoolSpec, frames: Tensor, header: PoolHeader, file: "_PoolFile | None" = None) -> None:
         assert frames.shape == (spec.blocks + 1, spec.elements)
@@ -63,7 +66,7 @@ class Pool:
         self.frames = frames
         self._header = header
         self._file = file
-        self._host = frames.new_empty(0, spec.elements, device="cpu")
+        self.host_frames = frames.new_empty(0, spec.elements, device="cpu")
 
     @property
     def path(self) -> Path | None:
@@ -73,7 +76,7 @@ class Pool:
     @property
     def host_blocks(self) -> int:
         """How many frames there are on the host, to swap to."""
-        return int(self._host.shape[0])
+        return int(self.host_frames.shape[0])
 
     def add_host(self, blocks: int) -> None:
         """Take memory on the host for so many frames; pinned where the pool is on a GPU, so that copies need no detour.
@@ -83,22 +86,12 @@ class Pool:
         """
         try:
             # Written once, so that the memory is there when it is needed.
-            self._host = torch.zeros(
+            self.host_frames = torch.zeros(
                 blocks, self.spec.elements, dtype=self.spec.dtype, pin_memory=self.frames.device.type == "cuda"
             )
         except RuntimeError as error:
             size = _mib(blocks * self.spec.frame_bytes)
             raise StartError(f"there is no {size} of host memory for --host-blocks {blocks}; give fewer") from error
-
-    def swap_out(self, moves: Iterable[tuple[int, int]]) -> None:
-        """Copy frames to the host, given as (block, host block). In order with all other work on the pool's device."""
-        for block, place in moves:
-            self._host[place].copy_(self.frames[block], non_blocking=True)
-
-    def swap_in(self, moves: Iterable[tuple[int, int]]) -> None:
-        """Copy frames back, given as (host block, block). In order with all other work on the pool's device."""
-        for place, block in moves:
-            self.frames[block].copy_(self._host[place], non_blocking=True)
 
     def poison(self, blocks: Iterable[int] | None = None) -> None:
         """Fill the given blocks, or everything, with NaN: whoever reads what was not written is found out."""

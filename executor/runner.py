@@ -4,7 +4,7 @@ Knows plans and results; not sockets. Steps are numbered without gaps; a plan ou
 breaks a rule of executor/batch.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from executor.pool import Pool
 from executor.progress import Progress
 from executor.sampler import Samples, sample
 from kernels.interface import AttentionBackend, KvCache, StepRows
-from kilburn.v1.engine_pb2 import Inspection, SampleChoices, SampleLogprob, StepPlan, StepResult, StepTimes
+from kilburn.v1.engine_pb2 import BlockCopy, Inspection, SampleChoices, SampleLogprob, StepPlan, StepResult, StepTimes
 from kilburn.v1.inference_pb2 import Alternative, TokenLogprob
 
 
@@ -73,12 +73,14 @@ class Runner:
         self._progress.step = plan.step
         began = self._clock_ns()
         self._slots.check_blocks(plan)
-        self._pool.swap_out((swap.source, swap.destination) for swap in plan.swap_outs)
+        if plan.swap_outs:
+            self._backend.swap_blocks(self._pool.frames, self._pool.host_frames, _pairs(plan.swap_outs))
         if self._poison:
             self._pool.poison(plan.freed_blocks)
-        self._pool.swap_in((swap.source, swap.destination) for swap in plan.swap_ins)
+        if plan.swap_ins:
+            self._backend.swap_blocks(self._pool.host_frames, self._pool.frames, _pairs(plan.swap_ins))
         if plan.copies:
-            self._backend.copy_blocks(self._cache, [(copy.source, copy.destination) for copy in plan.copies])
+            self._backend.copy_blocks(self._cache, _pairs(plan.copies))
         batch = self._slots.apply(plan)
         if batch is None:
             return StepResult(step=plan.step, times=StepTimes(prepare=self._clock_ns() - began))
@@ -130,6 +132,10 @@ class Runner:
 
     def _tensor(self, array: "np.ndarray[Any, Any]") -> Tensor:
         return torch.from_numpy(array).to(self._model.device, non_blocking=True)
+
+
+def _pairs(copies: Iterable[BlockCopy]) -> list[tuple[int, int]]:
+    return [(copy.source, copy.destination) for copy in copies]
 
 
 def _result(step: int, samples: Samples, times: StepTimes) -> StepResult:

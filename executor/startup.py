@@ -32,7 +32,7 @@ from executor.pool import (
 from executor.progress import Progress
 from executor.runner import Runner
 from kernels.interface import AttentionBackend
-from kernels.registry import BackendError, create
+from kernels.registry import BackendError, choose
 from kilburn.config import ExecutorConfig
 from kilburn.errors import StartError
 from kilburn.limits import MIB
@@ -68,9 +68,12 @@ def ready(config: ExecutorConfig, incarnation: int, progress: Progress, log: Log
     transformers.logging.disable_progress_bar()
     device = find_device(config.device)
     try:
-        backend = create(config.attention)
+        choice = choose(config.attention, device)
     except BackendError as error:
         raise StartError(str(error)) from error
+    backend = choice.backend
+    if choice.why_slower:
+        log.warning("attention is slower than it could be", attention=backend.name, reason=choice.why_slower)
     if device.type == "cpu":
         if config.pool_dir is not None:
             check_pool_dir(config.pool_dir)

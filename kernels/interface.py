@@ -130,3 +130,11 @@ class AttentionBackend(Protocol[PreparedT]):
 
     def copy_blocks(self, cache: KvCache, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole frames, (source, destination); no block is both, and no destination appears twice."""
+
+    def swap_blocks(self, source: Tensor, destination: Tensor, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy whole frames between two tensors of frames, each [frames, elements], of the same width and dtype.
+
+        `moves` are (index in source, index in destination), no destination twice. One of the two may be on the host while the
+        other is on a device; then it is pinned, and the copies are in order with the device's other work: they may still be
+        under way when this returns.
+        """

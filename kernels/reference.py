@@ -98,6 +98,11 @@ class ReferenceBackend:
         for source, destination in copies:
             cache.frames[destination].copy_(cache.frames[source])
 
+    def swap_blocks(self, source: Tensor, destination: Tensor, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy frame by frame, without waiting where one side is on the host."""
+        for index, place in moves:
+            destination[place].copy_(source[index], non_blocking=True)
+
 
 def _views(prepared: PreparedStep, layer: int) -> tuple[Tensor, Tensor]:
     """Return K and V of one layer as [blocks, kv_heads, block_size, size], strided over the frames."""

@@ -1,27 +1,90 @@
-"""Backends by name. Knows which exist; imports one only when it is asked for."""
+"""Backends by name. Knows which exist and on which devices they work; imports one only when it is asked for."""
 
+from dataclasses import dataclass
 from typing import Any, Final
+
+import torch
 
 from kernels.interface import AttentionBackend
 
-_NOT_YET: Final = ("triton", "cpu")
-NAMES: Final = ("auto", "reference", *_NOT_YET)
+NAMES: Final = ("auto", "triton", "cpu", "reference")
+
+#: The kinds of devices that a backend works on, where it does not work on all.
+_WORKS_ON: Final = {"triton": "cuda", "cpu": "cpu"}
 
 
 class BackendError(ValueError):
-    """There is no such backend: one line for people."""
+    """There is no such backend, or it can't be used here: one line for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A backend, and why attention is slower than it could be on this device: one line; empty where it is not."""
+
+    backend: AttentionBackend[Any]
+    why_slower: str = ""
+
+
+def choose(name: str, device: torch.device) -> Choice:
+    """Return the backend of that name for a device; `auto` takes the best one that can be had.
+
+    Raises:
+        BackendError: see the class. Not for `auto`: the reference always works.
+    """
+    if name != "auto":
+        if device.type != _WORKS_ON.get(name, device.type):
+            raise BackendError(f"--attention {name} works on {_WORKS_ON[name]}, and --device is {device}")
+        return _chosen(name)
+    best = "triton" if device.type == "cuda" else "cpu"
+    try:
+        return _chosen(best)
+    except BackendError as error:
+        return Choice(create("reference"), f"{error}; until then attention is plain torch, several times slower")
 
 
 def create(name: str) -> AttentionBackend[Any]:
-    """Return the backend of that name; `auto` takes the best one that there is.
+    """Return the backend of that name, which is not `auto`.
 
     Raises:
         BackendError: see the class.
     """
-    if name in _NOT_YET:
-        raise BackendError(f"--attention {name} is not part of this version; use reference")
-    if name not in NAMES:
+    if name == "triton":
+        return _triton()
+    if name == "cpu":
+        return _cpu()
+    if name != "reference":
         raise BackendError(f"--attention {name}: there is no such backend; one of {', '.join(NAMES)}")
     from kernels.reference import ReferenceBackend
 
     return ReferenceBackend()
+
+
+def _chosen(name: str) -> Choice:
+    backend = create(name)
+    if name == "cpu":
+        from kernels.cpu.library import load
+
+        why = load().why_one_thread
+        return Choice(backend, f"the native kernels have one thread only: {why}" if why else "")
+    return Choice(backend)
+
+
+def _triton() -> AttentionBackend[Any]:
+    try:
+        import triton  # noqa: F401 - comes with torch for CUDA
+    except ImportError as error:
+        raise BackendError(f"--attention triton can't be used: {error}; install torch for CUDA") from error
+    from kernels.triton.backend import TritonBackend
+
+    return TritonBackend()
+
+
+def _cpu() -> AttentionBackend[Any]:
+    from kernels.cpu.library import why_missing
+
+    why = why_missing()
+    if why:
+        raise BackendError(f"--attention cpu can't be used: {why}")
+    from kernels.cpu.backend import CpuBackend
+
+    return CpuBackend()

@@ -136,7 +136,7 @@ class CpuBackend:
         assert source.shape[1] == destination.shape[1]
         assert source.dtype == destination.dtype
         pairs = np.array(moves, dtype=np.int64)
-        assert 0 <= pairs.min()
+        assert pairs.min() >= 0
         assert pairs[:, 0].max() < source.shape[0]
         assert pairs[:, 1].max() < destination.shape[0]
         size = source.element_size()

@@ -49,7 +49,8 @@ from executor.service import run
 from kilburn.config import ExecutorConfig, LogConfig
 run(ExecutorConfig(
     runtime_dir=Path(sys.argv[1]), executor_endpoint=sys.argv[2], model=sys.argv[3],
-    block_size=7, num_blocks=40, max_running=5, max_step_tokens=64, poison=True, log=LogConfig(format="json"),
+    attention="reference", block_size=7, num_blocks=40, max_running=5, max_step_tokens=64, poison=True,
+    log=LogConfig(format="json"),
 ))
 """
 
@@ -267,7 +268,7 @@ def test_a_second_one_in_the_same_place_is_refused(place: Place) -> None:
     ("changes", "reason"),
     [
         ({"model": "/nowhere"}, "there is no such folder"),
-        ({"attention": "triton"}, "--attention triton is not part of this version"),
+        ({"attention": "triton", "device": "cpu"}, "--attention triton works on cuda, and --device is cpu"),
         ({"attention": "nonsense"}, "there is no such backend"),
         ({"device": "tpu"}, "--device tpu: write auto, cpu, cuda or cuda:N"),
         ({"device": "cpu:1"}, "--device cpu:1: write auto"),

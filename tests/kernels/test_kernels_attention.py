@@ -1,134 +1,24 @@
-"""Every backend against the float64 oracle, in a pool full of NaN: what was not written must not reach an output."""
+"""What every backend must do, by name: edges, odd sizes, several layers, whatever hypothesis comes to; copies and writes."""
 
 import math
-from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from kernels import reference
-from kernels.interface import AttentionBackend, AttentionRule, CacheShape, KvCache, LayerShape, StepRows
-from kernels.reference import PreparedStep, ReferenceBackend
-from tests.kernels.attention_oracle import Floats, attend
+from kernels.interface import AttentionRule, CacheShape, KvCache, LayerShape
+from kernels.reference import ReferenceBackend
+from tests.kernels import backends
+from tests.kernels.attention_oracle import LIMITS
+from tests.kernels.backends import Subject
+from tests.kernels.cases import Case, Sequence, check, rows_of, tables_of, threads
 
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+every_backend = pytest.mark.parametrize("subject", backends.parameters(), indirect=True)
 
-
-@dataclass(frozen=True)
-class Sequence:
-    """`rows` tokens to compute behind `past` ones."""
-
-    past: int
-    rows: int
-
-    @property
-    def context(self) -> int:
-        return self.past + self.rows
-
-
-@dataclass(frozen=True)
-class Case:
-    """A step over some sequences."""
-
-    sequences: tuple[Sequence, ...]
-    layers: tuple[LayerShape, ...]
-    group: int = 1  # query heads for each KV head
-    block_size: int = 4
-    dtype: torch.dtype = torch.float32
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    seed: int = 0
-
-
-def backend() -> AttentionBackend[PreparedStep]:
-    return ReferenceBackend()
-
-
-def run(case: Case) -> None:
-    """Write the pasts, then the step's rows, attend, and compare each layer with the oracle."""
-    generator = torch.Generator().manual_seed(case.seed)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(case.dtype)
-
-    ordered = sorted(case.sequences, key=lambda sequence: sequence.rows > 1)
-    tables = scatter([-(-sequence.context // case.block_size) for sequence in ordered], generator)
-    shape = CacheShape(case.layers, case.block_size, case.dtype)
-    attention = backend()
-    blocks = sum(len(table) for table in tables) + 3
-    cache = KvCache(shape, torch.full((blocks + 1, attention.layout(shape).elements), math.nan, dtype=case.dtype))
-    written = [
-        [tuple(random(one.context, own.kv_heads, size) for size in (own.key_size, own.value_size)) for one in ordered]
-        for own in case.layers
-    ]
-    for layer, states in enumerate(written):
-        for sequence, table, (keys, values) in zip(ordered, tables, states, strict=True):
-            if sequence.past:
-                past = rows_of([Sequence(0, sequence.past)], [table], case.block_size, cache.scratch)
-                attention.write_kv(attention.prepare(cache, past), layer, keys[: sequence.past], values[: sequence.past])
-
-    rows = rows_of(ordered, tables, case.block_size, cache.scratch)
-    prepared = attention.prepare(cache, rows)
-    for layer, (own, states) in enumerate(zip(case.layers, written, strict=True)):
-        fresh = [tuple(part[s.past :] for part in state) for s, state in zip(ordered, states, strict=True)]
-        attention.write_kv(prepared, layer, torch.cat([keys for keys, _ in fresh]), torch.cat([values for _, values in fresh]))
-        q_heads = own.kv_heads * case.group
-        rule = AttentionRule(
-            scale=own.key_size**-0.5,
-            window=case.window,
-            softcap=case.softcap,
-            sinks=random(q_heads) if case.sinks else None,
-        )
-        # Strided, as a model hands them over.
-        queries = random(q_heads, len(rows.write_slots), own.key_size).transpose(0, 1)
-        found = attention.paged_attention(prepared, layer, queries, rule)
-        assert found.dtype == case.dtype
-        assert found.is_contiguous()
-        expected = [
-            attend(float64(queries[start : start + sequence.rows]), float64(keys), float64(values), rule)
-            for start, sequence, (keys, values) in zip(starts(ordered), ordered, states, strict=True)
-        ]
-        np.testing.assert_allclose(
-            found.double().numpy(), np.concatenate(expected), atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype]
-        )
-
-
-def float64(tensor: Tensor) -> Floats:
-    found: Floats = tensor.double().numpy()
-    return found
-
-
-def scatter(lengths: list[int], generator: torch.Generator) -> list[list[int]]:
-    """Return a table for each length, of blocks in no order; the first two blocks belong to nobody."""
-    order = (torch.randperm(sum(lengths), generator=generator) + 2).tolist()
-    return [[order.pop() for _ in range(length)] for length in lengths]
-
-
-def rows_of(sequences: list[Sequence], tables: list[list[int]], block_size: int, scratch: int) -> StepRows:
-    width = max(len(table) for table in tables)
-    return StepRows(
-        decodes=sum(sequence.rows == 1 for sequence in sequences),
-        query_lengths=tuple(sequence.rows for sequence in sequences),
-        context_lengths=tuple(sequence.context for sequence in sequences),
-        tables=torch.tensor([table + [scratch] * (width - len(table)) for table in tables], dtype=torch.int32),
-        write_slots=torch.tensor(
-            [
-                table[position // block_size] * block_size + position % block_size
-                for sequence, table in zip(sequences, tables, strict=True)
-                for position in range(sequence.past, sequence.context)
-            ]
-        ),
-    )
-
-
-def starts(sequences: list[Sequence]) -> list[int]:
-    ends = np.cumsum([sequence.rows for sequence in sequences])
-    return [0, *ends[:-1].tolist()]
+#: Without the interpreter, for whom these would take minutes.
+every_fast_backend = pytest.mark.parametrize("subject", backends.parameters([*backends.NATIVE, "triton-gpu"]), indirect=True)
 
 
 def edges(block_size: int) -> list[int]:
@@ -139,131 +29,217 @@ def edges(block_size: int) -> list[int]:
 # --------------------------------------------------------------------------------------------------------------- cases
 
 
+@every_fast_backend
 @pytest.mark.parametrize("block_size", [1, 2, 7, 16])
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (3, 3), (2, 8)])
-def test_lengths_at_the_edges_of_blocks(block_size: int, kv_heads: int, group: int) -> None:
+def test_lengths_at_the_edges_of_blocks(subject: Subject, block_size: int, kv_heads: int, group: int) -> None:
     lengths = edges(block_size)
     decodes = [Sequence(past, 1) for past in lengths]
     chunks = [Sequence(past, rows) for past in lengths for rows in lengths[2:4] if rows > 1]
-    run(Case((*chunks, *decodes), (LayerShape(kv_heads, 8, 8),), group=group, block_size=block_size))
+    case = Case((*chunks, *decodes), (LayerShape(kv_heads, 8, 8),), group=group, block_size=block_size)
+    check(subject.backend, case, subject.device)
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@every_backend
+@pytest.mark.parametrize("dtype", list(LIMITS), ids=str)
 @pytest.mark.parametrize(("key_size", "value_size"), [(64, 64), (5, 5), (1, 1), (24, 16), (80, 80)])
-def test_sizes_and_dtypes(dtype: torch.dtype, key_size: int, value_size: int) -> None:
-    run(
-        Case(
-            (Sequence(9, 1), Sequence(0, 6), Sequence(30, 1), Sequence(5, 4)),
-            (LayerShape(2, key_size, value_size), LayerShape(2, key_size, value_size)),
-            group=3,
-            dtype=dtype,
-        )
-    )
+def test_sizes_and_dtypes(subject: Subject, dtype: torch.dtype, key_size: int, value_size: int) -> None:
+    sequences = (Sequence(9, 1), Sequence(0, 6), Sequence(30, 1), Sequence(5, 4))
+    layers = (LayerShape(2, key_size, value_size), LayerShape(2, key_size, value_size))
+    check(subject.backend, Case(sequences, layers, group=3, dtype=dtype, block_size=16), subject.device)
 
 
-def test_layers_of_different_shapes() -> None:
-    run(Case((Sequence(9, 1), Sequence(3, 7)), (LayerShape(1, 4, 4), LayerShape(4, 8, 2), LayerShape(2, 16, 16)), group=2))
+@every_backend
+def test_layers_of_different_shapes(subject: Subject) -> None:
+    layers = (LayerShape(1, 4, 4), LayerShape(4, 8, 2), LayerShape(2, 16, 16))
+    check(subject.backend, Case((Sequence(9, 1), Sequence(3, 7)), layers, group=2), subject.device)
 
 
+@every_fast_backend
 @pytest.mark.parametrize("window", [1, 2, 5, 64])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_windows_caps_and_sinks(window: int | None, softcap: float | None, sinks: bool) -> None:
+def test_windows_caps_and_sinks(subject: Subject, window: int | None, softcap: float | None, sinks: bool) -> None:
     sequences = (Sequence(0, 1), Sequence(4, 1), Sequence(21, 1), Sequence(0, 9), Sequence(13, 6))
-    run(Case(sequences, (LayerShape(2, 8, 8),), group=2, window=window, softcap=softcap, sinks=sinks))
+    case = Case(sequences, (LayerShape(2, 8, 8),), group=2, window=window, softcap=softcap, sinks=sinks)
+    check(subject.backend, case, subject.device)
+
+
+@every_backend
+@pytest.mark.parametrize("offset", [-200.0, 200.0])
+def test_scores_that_only_a_peak_subtracted_can_take(subject: Subject, offset: float) -> None:
+    """exp(200) is no float32, and exp(-200) is zero: a sum over either would be lost."""
+    shape = CacheShape((LayerShape(1, 32, 32),), 16, torch.float32)
+    backend, device = subject.backend, subject.device
+    cache = KvCache(shape, torch.full((4, backend.layout(shape).elements), math.nan, device=device))
+    rows = rows_of([Sequence(0, 20)], [[2, 0]], 16, cache.scratch, device)
+    prepared = backend.prepare(cache, rows)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(20, 1, 32, generator=generator)
+    keys = torch.full((20, 1, 32), offset / 32)
+    backend.write_kv(prepared, 0, keys.to(device), values.to(device))
+    found = backend.paged_attention(prepared, 0, torch.ones(20, 2, 32, device=device), AttentionRule(scale=1.0))
+    means = values.cumsum(0) / torch.arange(1, 21)[:, None, None]  # all scores are alike
+    torch.testing.assert_close(found.cpu(), means.expand(20, 2, 32), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("limit", [1, 100, 1000])
-def test_work_is_split_where_it_is_large(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_splits_work_where_it_is_large(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_MAX_ELEMENTS", limit)
     monkeypatch.setattr(reference, "_SHORT", 1)
     sequences = (Sequence(30, 1), Sequence(3, 1), Sequence(17, 1), Sequence(12, 11), Sequence(0, 5))
-    run(Case(sequences, (LayerShape(2, 8, 8),), group=2, sinks=True, window=15))
+    check(ReferenceBackend(), Case(sequences, (LayerShape(2, 8, 8),), group=2, sinks=True, window=15))
 
 
 lengths = st.integers(0, 40)
 
+# Values of eight elements and more: a row of fewer may be near zero altogether, and then no error is small beside it.
+layer_shapes = st.builds(LayerShape, st.integers(1, 3), st.integers(1, 18), st.integers(8, 18))
 
-@settings(deadline=None, max_examples=60)
-@given(
-    case=st.builds(
-        Case,
-        sequences=st.lists(st.builds(Sequence, past=lengths, rows=st.integers(1, 12)), min_size=1, max_size=6).map(tuple),
-        layers=st.builds(LayerShape, st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)).map(lambda layer: (layer, layer)),
-        group=st.integers(1, 4),
-        block_size=st.integers(1, 20),
-        dtype=st.sampled_from(list(TOLERANCE)),
-        window=st.one_of(st.none(), st.integers(1, 30)),
-        softcap=st.one_of(st.none(), st.just(3.0)),
-        sinks=st.booleans(),
-        seed=st.integers(0, 2**32 - 1),
-    )
+any_case: st.SearchStrategy[Case] = st.builds(
+    Case,
+    sequences=st.lists(st.builds(Sequence, past=lengths, rows=st.integers(1, 12)), min_size=1, max_size=6).map(tuple),
+    layers=st.lists(layer_shapes, min_size=1, max_size=2).map(tuple),
+    group=st.integers(1, 5),
+    block_size=st.integers(1, 20),
+    dtype=st.sampled_from(list(LIMITS)),
+    window=st.one_of(st.none(), st.integers(1, 30)),
+    softcap=st.one_of(st.none(), st.just(3.0)),
+    sinks=st.booleans(),
+    scatter=st.sampled_from(["ordered", "shuffled", "sparse"]),
+    strides=st.sampled_from(["contiguous", "joined", "transposed", "spread"]),
+    threads=st.integers(1, 2),
+    seed=st.integers(0, 2**32 - 1),
 )
-def test_any_mix(case: Case) -> None:
-    run(case)
 
 
-def test_a_neighbours_nan_stays_with_it() -> None:
+@every_fast_backend
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=any_case)
+def test_any_mix(subject: Subject, case: Case) -> None:
+    check(subject.backend, case, subject.device)
+
+
+@every_backend
+def test_a_neighbours_nan_stays_with_it(subject: Subject) -> None:
     """A sequence whose own K or V are NaN yields NaN, and nobody else does."""
-    generator = torch.Generator().manual_seed(0)
+    backend, device = subject.backend, subject.device
     sequences = [Sequence(5, 1), Sequence(9, 1), Sequence(2, 4)]
-    tables = scatter([2, 3, 2], generator)
+    tables = tables_of([2, 3, 2], "sparse", seed=0)
     shape = CacheShape((LayerShape(1, 4, 4),), 4, torch.float32)
-    attention = backend()
-    cache = KvCache(shape, torch.randn(12, attention.layout(shape).elements, generator=generator))
-    rows = rows_of(sequences, tables, 4, cache.scratch)
-    prepared = attention.prepare(cache, rows)
+    cache = KvCache(shape, torch.rand(20, backend.layout(shape).elements, device=device))
+    rows = rows_of(sequences, tables, 4, cache.scratch, device)
+    prepared = backend.prepare(cache, rows)
     cache.frames[tables[1][0]] = math.nan
-    attention.write_kv(prepared, 0, torch.zeros(6, 1, 4), torch.zeros(6, 1, 4))
-    found = attention.paged_attention(prepared, 0, torch.ones(6, 2, 4), AttentionRule(scale=1.0))
+    backend.write_kv(prepared, 0, torch.zeros(6, 1, 4, device=device), torch.zeros(6, 1, 4, device=device))
+    found = backend.paged_attention(prepared, 0, torch.ones(6, 2, 4, device=device), AttentionRule(scale=1.0))
     assert found[1].isnan().all()
     assert not found[[0, 2, 3, 4, 5]].isnan().any()
 
 
-def test_copies_are_of_whole_frames() -> None:
-    shape = CacheShape((LayerShape(2, 3, 5), LayerShape(1, 2, 2)), 3, torch.float32)
-    attention = backend()
-    frames = torch.randn(7, attention.layout(shape).elements)
+@every_fast_backend
+def test_blocks_behind_the_two_thousand_millionth_element_are_like_the_first(subject: Subject) -> None:
+    """Of the pool's five gigabytes only the pages of four blocks are ever touched: the rest costs no memory on a CPU."""
+    backend, device = subject.backend, subject.device
+    shape = CacheShape((LayerShape(8, 128, 128),), 16, torch.bfloat16)
+    elements = backend.layout(shape).elements
+    last = 2**31 // elements + 20_000
+    cache = KvCache(shape, torch.empty(last + 2, elements, dtype=torch.bfloat16, device=device))
+    generator = torch.Generator().manual_seed(3)
+    keys, values = (torch.randn(20, 8, 128, generator=generator).bfloat16().to(device) for _ in range(2))
+    queries = torch.randn(20, 8, 128, generator=generator).bfloat16().to(device)
+    outputs = []
+    for table in [0, 1], [last, last - 1]:
+        rows = rows_of([Sequence(0, 20)], [table], 16, cache.scratch, device)
+        prepared = backend.prepare(cache, rows)
+        backend.write_kv(prepared, 0, keys, values)
+        outputs.append(backend.paged_attention(prepared, 0, queries, AttentionRule(scale=128**-0.5)))
+    assert (last - 1) * elements > 2**31
+    assert torch.equal(*outputs)
+    backend.copy_blocks(cache, [(last, 1), (0, last - 1)])
+    assert torch.equal(cache.frames[1], cache.frames[last])
+    assert torch.equal(cache.frames[0], cache.frames[last - 1])
+
+
+# ----------------------------------------------------------------------------------------------------------- the frames
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", list(LIMITS), ids=str)
+def test_copies_are_of_whole_frames(subject: Subject, dtype: torch.dtype) -> None:
+    backend, device = subject.backend, subject.device
+    shape = CacheShape((LayerShape(2, 3, 5), LayerShape(1, 2, 2)), 3, dtype)
+    frames = torch.randn(7, backend.layout(shape).elements).to(device, dtype)
     before = frames.clone()
-    attention.copy_blocks(KvCache(shape, frames), [(0, 4), (0, 2), (5, 1)])
+    backend.copy_blocks(KvCache(shape, frames), [(0, 4), (0, 2), (5, 1)])
     expected = before.clone()
     expected[[4, 2, 1]] = before[[0, 0, 5]]
     assert torch.equal(frames, expected)
 
 
-def test_blocks_behind_the_two_thousand_millionth_element_are_like_the_first() -> None:
-    """Of the pool's five gigabytes only the pages of four blocks are ever touched: the rest costs no memory."""
-    shape = CacheShape((LayerShape(8, 128, 128),), 16, torch.bfloat16)
-    attention = backend()
-    elements = attention.layout(shape).elements
-    last = 2**31 // elements + 20_000
-    cache = KvCache(shape, torch.empty(last + 2, elements, dtype=torch.bfloat16))
-    generator = torch.Generator().manual_seed(3)
-    keys, values = (torch.randn(20, 8, 128, generator=generator).bfloat16() for _ in range(2))
-    queries = torch.randn(20, 8, 128, generator=generator).bfloat16()
-    outputs = []
-    for table in [0, 1], [last, last - 1]:
-        rows = rows_of([Sequence(0, 20)], [table], 16, cache.scratch)
-        prepared = attention.prepare(cache, rows)
-        attention.write_kv(prepared, 0, keys, values)
-        outputs.append(attention.paged_attention(prepared, 0, queries, AttentionRule(scale=128**-0.5)))
-    assert (last - 1) * elements > 2**31
-    assert torch.equal(*outputs)
-    attention.copy_blocks(cache, [(last, 1), (0, last - 1)])
-    assert torch.equal(cache.frames[1], cache.frames[last])
-    assert torch.equal(cache.frames[0], cache.frames[last - 1])
+@every_backend
+def test_no_copies_are_none(subject: Subject) -> None:
+    backend, device = subject.backend, subject.device
+    shape = CacheShape((LayerShape(1, 8, 8),), 4, torch.float32)
+    frames = torch.randn(3, backend.layout(shape).elements).to(device)
+    before = frames.clone()
+    backend.copy_blocks(KvCache(shape, frames), [])
+    backend.swap_blocks(frames, torch.zeros_like(frames, device="cpu"), [])
+    assert torch.equal(frames, before)
 
 
-def test_a_write_touches_its_slots_only() -> None:
+@every_backend
+@pytest.mark.parametrize("dtype", list(LIMITS), ids=str)
+def test_frames_go_to_the_host_and_come_back(subject: Subject, dtype: torch.dtype) -> None:
+    backend, device = subject.backend, subject.device
+    frames = torch.randn(5, 37).to(device, dtype)
+    host = torch.zeros(3, 37, dtype=dtype, pin_memory=device == "cuda")
+    before = frames.clone()
+    backend.swap_blocks(frames, host, [(0, 2), (4, 1)])
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(host, torch.stack([torch.zeros(37, dtype=dtype), before[4].cpu(), before[0].cpu()]))
+    backend.swap_blocks(host, frames, [(2, 3), (1, 0), (2, 1)])
+    assert torch.equal(frames, before[[4, 0, 2, 0, 4]])
+
+
+@every_fast_backend
+def test_many_large_frames_are_copied_by_several_threads(subject: Subject) -> None:
+    """Of a size that no thread's share comes out even."""
+    backend, device = subject.backend, subject.device
+    shape = CacheShape((LayerShape(3, 80, 80),), 16, torch.bfloat16)
+    frames = torch.randn(40, backend.layout(shape).elements).to(device, torch.bfloat16)
+    host = torch.zeros(20, frames.shape[1], dtype=torch.bfloat16, pin_memory=device == "cuda")
+    before = frames.clone()
+    moves = [(2 * number, 19 - number) for number in range(19)]
+    with threads(3):
+        backend.swap_blocks(frames, host, moves)
+        backend.swap_blocks(host, frames, [(place, block) for block, place in moves])
+        assert torch.equal(frames, before)
+        backend.copy_blocks(KvCache(shape, frames), [(block, block + 1) for block, _ in moves])
+    assert torch.equal(host[1:].cpu(), before[:38:2].flip(0).cpu())
+    assert int(host[0].count_nonzero()) == 0
+    assert torch.equal(frames[1:38:2], before[:38:2])
+    assert torch.equal(frames[:38:2], before[:38:2])
+
+
+@every_backend
+def test_a_write_touches_its_slots_only(subject: Subject) -> None:
+    """In a pool of zeros, and of a block that is full but for one slot: its neighbours stay what they were."""
+    backend, device = subject.backend, subject.device
     shape = CacheShape((LayerShape(2, 3, 3), LayerShape(2, 3, 3)), 4, torch.float32)
-    attention = backend()
-    cache = KvCache(shape, torch.zeros(5, attention.layout(shape).elements))
-    rows = rows_of([Sequence(3, 1), Sequence(0, 2)], [[2], [0]], 4, cache.scratch)
-    attention.write_kv(attention.prepare(cache, rows), 1, torch.ones(3, 2, 3), torch.ones(3, 2, 3))
+    cache = KvCache(shape, torch.zeros(5, backend.layout(shape).elements, device=device))
+    rows = rows_of([Sequence(3, 1), Sequence(0, 2)], [[2], [0]], 4, cache.scratch, device)
+    backend.write_kv(backend.prepare(cache, rows), 1, torch.ones(3, 2, 3, device=device), torch.ones(3, 2, 3, device=device))
     assert int((cache.frames != 0).sum()) == 3 * 2 * (3 + 3)
-    assert cache.frames[[1, 3, 4]].count_nonzero() == 0
+    assert int(cache.frames[[1, 3, 4]].count_nonzero()) == 0
+    before = cache.frames.clone()
+    rows = rows_of([Sequence(2, 1)], [[2]], 4, cache.scratch, device)
+    backend.write_kv(backend.prepare(cache, rows), 1, torch.ones(1, 2, 3, device=device), torch.ones(1, 2, 3, device=device))
+    assert int((cache.frames != before).sum()) == 2 * (3 + 3)
 
 
-def test_a_frame_is_no_larger_than_its_tokens() -> None:
+@every_backend
+def test_a_frame_is_no_larger_than_its_tokens(subject: Subject) -> None:
     shape = CacheShape((LayerShape(3, 64, 64),) * 30, 16, torch.bfloat16)
-    assert backend().layout(shape).frame_bytes(torch.bfloat16) == 2 * 30 * 3 * 64 * 16 * 2
+    assert subject.backend.layout(shape).frame_bytes(torch.bfloat16) == 2 * 30 * 3 * 64 * 16 * 2

@@ -1,21 +1,87 @@
-"""Backends by name."""
+"""Backends by name: which is taken, which is refused where, and what is said where the best one can't be had."""
 
+import sys
+from dataclasses import replace
+
+import click
 import pytest
+import torch
 
-from kernels.registry import BackendError, create
+from cli.commands import kilburn
+from kernels.cpu import library
+from kernels.registry import NAMES, BackendError, choose
+from tests.kernels.backends import need_cpu_library, need_triton
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
 
-@pytest.mark.parametrize("name", ["auto", "reference"])
-def test_the_reference_is_there(name: str) -> None:
-    assert create(name).name == "reference"
+def test_the_reference_works_on_every_device() -> None:
+    for device in CPU, CUDA:
+        choice = choose("reference", device)
+        assert (choice.backend.name, choice.why_slower) == ("reference", "")
 
 
-@pytest.mark.parametrize("name", ["triton", "cpu"])
-def test_what_does_not_exist_yet_is_refused(name: str) -> None:
-    with pytest.raises(BackendError, match=f"--attention {name} is not part of this version"):
-        create(name)
+@pytest.mark.parametrize(("name", "device"), [("auto", CPU), ("cpu", CPU), ("auto", CUDA), ("triton", CUDA)])
+def test_each_kind_of_device_has_its_own(name: str, device: torch.device) -> None:
+    if device is CPU:
+        need_cpu_library()
+    else:
+        need_triton()
+    choice = choose(name, device)
+    assert choice.backend.name == {"cpu": "cpu", "cuda": "triton"}[device.type]
+    assert choice.why_slower == ""
+
+
+@pytest.mark.parametrize(("name", "device"), [("cpu", CUDA), ("triton", CPU)])
+def test_a_backend_is_refused_on_a_device_that_it_does_not_work_on(name: str, device: torch.device) -> None:
+    with pytest.raises(BackendError, match=f"--attention {name} works on c[a-z]+, and --device is {device}"):
+        choose(name, device)
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "why_missing", lambda: "it was not compiled: run `make compile`")
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_its_library_cpu_is_refused_by_name() -> None:
+    with pytest.raises(BackendError, match=r"^--attention cpu can't be used: it was not compiled: run `make compile`$"):
+        choose("cpu", CPU)
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_its_library_auto_takes_the_reference_and_says_why() -> None:
+    choice = choose("auto", CPU)
+    assert choice.backend.name == "reference"
+    assert choice.why_slower.startswith("--attention cpu can't be used: it was not compiled: run `make compile`; until then")
+
+
+def test_without_openmp_the_cpus_is_taken_and_says_that_it_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_cpu_library()
+    alone = replace(library.load(), openmp=None, why_one_thread="there is no OpenMP")
+    monkeypatch.setattr(library, "load", lambda: alone)
+    choice = choose("auto", CPU)
+    assert choice.backend.name == "cpu"
+    assert choice.why_slower == "the native kernels have one thread only: there is no OpenMP"
+
+
+def test_without_triton_auto_takes_the_reference_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(BackendError, match=r"--attention triton can't be used: .*; install torch for CUDA"):
+        choose("triton", CUDA)
+    choice = choose("auto", CUDA)
+    assert choice.backend.name == "reference"
+    assert "--attention triton can't be used" in choice.why_slower
 
 
 def test_a_name_that_nobody_knows() -> None:
-    with pytest.raises(BackendError, match="--attention flash: there is no such backend; one of auto, reference"):
-        create("flash")
+    with pytest.raises(BackendError, match="--attention flash: there is no such backend; one of auto, triton, cpu, reference"):
+        choose("flash", CPU)
+
+
+def test_the_command_line_knows_the_same_names() -> None:
+    up = kilburn.get_command(click.Context(kilburn), "up")
+    assert up is not None
+    (option,) = [option for option in up.params if option.name == "attention"]
+    assert isinstance(option.type, click.Choice)
+    assert tuple(option.type.choices) == NAMES

@@ -167,8 +167,9 @@ struct Workspace {
     m.sums = take_sums(p, rows, problem.value_floats);
     m.begins = reinterpret_cast<int*>(take(p, 4 * int64_t(rows)));
     m.ends = reinterpret_cast<int*>(take(p, 4 * int64_t(rows)));
-    m.scratch.staged = take(p, layout.tiled ? 0 : kSubTiles * int64_t(layout.key_bytes + layout.value_bytes));
-    for (auto& row : m.scratch.beside) row = take(p, int64_t(layout.value_columns) * layout.step_bytes);
+    m.scratch.keys = take(p, layout.width == kSubTile ? 0 : kSubTiles * int64_t(layout.key_steps) * layout.step_bytes);
+    m.scratch.values = take(p, layout.width > 1 ? 0 : kPairs * int64_t(layout.row_bytes));
+    for (auto& row : m.scratch.beside) row = take(p, layout.row_bytes);
     for (auto& slot : m.slots) {
       slot.item = reinterpret_cast<int64_t*>(take(p, 64));
       slot.sums = take_sums(p, problem.group, problem.value_floats);
@@ -221,7 +222,7 @@ ALWAYS_INLINE void accumulate(const Problem<E>& problem, const Tile& tile, const
   for (int pair = pair_begin; pair < pair_end; pair++) {
     const char* from = tile.values[pair] + at;
     if constexpr (kAhead) {
-      const int row = problem.layout.key_bytes + pair % (kSubTile / 2) * problem.layout.value_columns * problem.layout.step_bytes;
+      const int row = problem.layout.key_bytes + pair % (kSubTile / 2) * problem.layout.row_bytes;
       const char* ahead = next[pair / (kSubTile / 2)] + row + at;
       for (int c = 0; c < C; c++) fetch<E>(ahead + c * problem.layout.step_bytes);
     }
@@ -416,20 +417,10 @@ struct Place {
     sequence++;
     enter(problem);
   }
-  const int32_t* table(const Problem<E>& problem) const {
-    return problem.call.rows.tables + sequence * problem.call.rows.table_stride;
+  Where where(const Problem<E>& problem) const {
+    return {problem.call.rows.tables + sequence * problem.call.rows.table_stride, head, tile, first_seen, context};
   }
 };
-
-// The sub-tiles of a tile, as far as some are seen, to have them fetched; those that nobody sees repeat one that somebody does.
-ALWAYS_INLINE void find_ahead(const Layer& layer, const Layout& layout, const int32_t* table, int head, int tile, int begin, int end,
-                              const char** to) {
-  const int first = begin / kSubTile, last = (end - 1) / kSubTile;
-  for (int sub = 0; sub < kSubTiles; sub++) {
-    const int wanted = tile * kSubTiles + sub, number = wanted < first ? first : wanted > last ? last : wanted;
-    to[sub] = sub_tile(layer, layout, table, head, static_cast<unsigned>(number));
-  }
-}
 
 ALWAYS_INLINE void keep(const Slot& slot, int64_t item, const Sums& sums, int rows, int value_floats) {
   *slot.item = item;
@@ -458,15 +449,16 @@ void attend_decodes(const Problem<E>& problem, const Memory& memory, int thread,
     }
     Place<E> then = now;
     then.advance(problem);
-    const char* next[kSubTiles];
-    const bool look_ahead = problem.layout.tiled && position + 1 < end;
-    if (look_ahead)
-      find_ahead(call.layer, problem.layout, then.table(problem), then.head, then.tile, then.first_seen, then.context, next);
+    const bool more = position + 1 < end;
+    const Where next = more ? then.where(problem) : Where{};
     Tile tile;
-    find_tile<E>(call.layer, problem.layout, now.table(problem), now.head, now.tile, now.first_seen, now.context, memory.scratch, tile);
+    find_tile<E>(call.layer, problem.layout, now.where(problem), more ? &next : nullptr, memory.scratch, tile);
+    const char* ahead[kSubTiles];
+    const bool look_ahead = more && problem.layout.width == kSubTile;
+    if (look_ahead) find_ahead(call.layer, problem.layout, next, ahead);
     const int low = now.first_seen - tile.first, high = now.context - tile.first;
     const Bounds bounds = low > 0 || high < kTile ? Bounds{&low, &high, 0} : Bounds{};
-    attend_rows<E>(problem, tile, memory.queries, problem.group, bounds, look_ahead ? next : nullptr, memory.sums);
+    attend_rows<E>(problem, tile, memory.queries, problem.group, bounds, look_ahead ? ahead : nullptr, memory.sums);
     fresh = then.sequence != now.sequence || then.head != now.head;
     if (fresh && whole) {
       finish<E>(problem, now.sequence, now.head, 1, memory.sums);
@@ -529,11 +521,13 @@ void attend_chunk(const Problem<E>& problem, const Memory& memory, int sequence,
   begin_sums(memory.sums, rows, problem.value_floats);
   const int tile_end = (end + kTile - 1) / kTile;
   for (int number = begin / kTile; number < tile_end; number++) {
-    const char* next[kSubTiles];
-    const bool look_ahead = problem.layout.tiled && number + 1 < tile_end;
-    if (look_ahead) find_ahead(call.layer, problem.layout, table, head, number + 1, begin, end, next);
+    const bool more = number + 1 < tile_end;
+    const Where next{table, head, number + 1, begin, end};
     Tile tile;
-    find_tile<E>(call.layer, problem.layout, table, head, number, begin, end, memory.scratch, tile);
+    find_tile<E>(call.layer, problem.layout, {table, head, number, begin, end}, more ? &next : nullptr, memory.scratch, tile);
+    const char* ahead[kSubTiles];
+    const bool look_ahead = more && problem.layout.width == kSubTile;
+    if (look_ahead) find_ahead(call.layer, problem.layout, next, ahead);
     Bounds bounds;
     if (tile.first + kTile > position + 1 || tile.first < problem.first_seen(end - 1)) {
       for (int at = 0, token = 0; token < tokens; token++) {
@@ -544,7 +538,7 @@ void attend_chunk(const Problem<E>& problem, const Memory& memory, int sequence,
       }
       bounds = {memory.begins, memory.ends, 1};
     }
-    attend_rows<E>(problem, tile, memory.queries, rows, bounds, look_ahead ? next : nullptr, memory.sums);
+    attend_rows<E>(problem, tile, memory.queries, rows, bounds, look_ahead ? ahead : nullptr, memory.sums);
   }
   finish<E>(problem, row, head, tokens, memory.sums);
 }
