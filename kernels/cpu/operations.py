@@ -1,7 +1,7 @@
 """What a model's step on the CPU does beside attention: products with few rows, RMS norms, the gate of the feed-forward part.
 
-Knows tensors and the library's structures; not models. A call's tensors are all of bfloat16 or all of float32, and what is computed
-is computed in float32. The elements of a row have to lie side by side, rows any stride apart; results are new and contiguous.
+Knows tensors and the library's structures; not models. All tensors of a call are of bfloat16 or of float32; sums are of float32.
+The elements of a row have to lie side by side, rows may lie any stride apart; results are new and contiguous.
 
 They are here where oneDNN, through torch, is measurably not enough: a product with few rows reads its weight at half the speed of
 the memory there, and what an operation of torch does to few rows takes less time than calling it.

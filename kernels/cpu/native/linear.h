@@ -94,7 +94,7 @@ constexpr int kAheadBytes = 12 * 1024;
 
 // Rows of the weight that share each load of the input.
 template <int kRows>
-constexpr int kColumnsTogether = kRowsTogether == 8 && kRows >= kRowsToldAhead ? 2 : 1;
+constexpr int kOutputsTogether = kRowsTogether == 8 && kRows >= kRowsToldAhead ? 2 : 1;
 
 // Of the input, as it was put together: so much stays in the first cache while 16 rows of the weight pass by.
 constexpr int kChunkBytes = 20 * 1024;
@@ -162,7 +162,7 @@ ALWAYS_INLINE void multiply(const char* weight, int64_t stride, const char* next
 // Outputs begin .. begin + count - 1, at most 16, of kRows rows from `row` on.
 template <Element E, int kRows>
 __attribute__((noinline)) void finish_outputs(const LinearCall& call, int row, int begin, int count) {
-  constexpr int kElements = Piece<E>::kElements, kTogether = kColumnsTogether<kRows>;
+  constexpr int kElements = Piece<E>::kElements, kTogether = kOutputsTogether<kRows>;
   constexpr int kMost = kChunkBytes / static_cast<int>(sizeof(Piece<E>)) / kRows;
   const int pieces = pieces_of<E>(call), chunks = (pieces + kMost - 1) / kMost;
   const int in_chunk = chunks ? (pieces + chunks - 1) / chunks : 0;
