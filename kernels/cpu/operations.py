@@ -1,4 +1,4 @@
-"""What a model's step on the CPU does beside attention: products with few rows, RMS norms, the gate of the feed-forward part.
+"""What a step on the CPU does beside attention: products with few rows, RMS norms, gates, rotary embedding.
 
 Knows tensors and the library's structures; not models. All tensors of a call are of bfloat16 or of float32; sums are of float32.
 The elements of a row have to lie side by side, rows may lie any stride apart; results are new and contiguous.
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import library
-from kernels.cpu.library import GateCall, LinearCall, NormCall
+from kernels.cpu.backend import PreparedStep
+from kernels.cpu.library import GateCall, LinearCall, NormCall, RotateCall, Strided
 
 #: The most rows for which `linear` is meant: it is right for more, and torch is faster.
 FEW_ROWS: Final = 8
@@ -24,6 +25,9 @@ FEW_ROWS: Final = 8
 #: A parallel region costs 1 to 2 µs. Less than this is done by one thread: bytes of a weight, elements of norms and gates.
 _SHARED_WEIGHT: Final = 64 * 1024
 _SHARED_ELEMENTS: Final = 16 * 1024
+
+#: Likewise, elements of queries, keys and values: writing into a frame is slower than reading.
+_SHARED_HEADS: Final = 4 * 1024
 
 _ALIGNMENT: Final = 64
 
@@ -48,7 +52,7 @@ class Operations:
         self.instructions = self._library.choose(instructions)
         self._number = self._library.number(self.instructions)
         # Filled anew by each call, which takes a fraction of making them anew: on one row these microseconds are what is left.
-        self._linear, self._norm, self._gate = LinearCall(), NormCall(), GateCall()
+        self._linear, self._norm, self._gate, self._rotate = LinearCall(), NormCall(), GateCall(), RotateCall()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -115,6 +119,51 @@ class Operations:
         _check(self._library.silu_mul(self._number, byref(call)))
         return output
 
+    def rotate_write(
+        self,
+        prepared: PreparedStep,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cosines: Tensor,
+        sines: Tensor,
+        *,
+        interleaved: bool = False,
+    ) -> Tensor:
+        """Turn queries and keys by their rows' angles, store the keys and the values, and return the queries.
+
+        All are of the pool's dtype, which may be float16 too: queries [rows, q_heads, key_size] and what write_kv takes, the
+        elements of a head side by side; cosines and sines [rows, rotary / 2]. The first `rotary` elements of a head turn, as pairs
+        (i, i + rotary / 2), or (2 i, 2 i + 1) where they are interleaved. Products are rounded, then their sums, as in
+        transformers' modules: the results are theirs bit for bit.
+        """
+        own, dtype, rows = prepared.cache.shape.layers[layer], prepared.cache.shape.dtype, prepared.rows
+        q_heads = queries.shape[1]
+        rotary = 2 * cosines.shape[1]
+        if cosines.shape != (rows, rotary // 2) or sines.shape != cosines.shape or rotary > own.key_size:
+            raise ValueError(f"angles of {list(cosines.shape)} and {list(sines.shape)} for {rows} rows of {own.key_size}")
+        if own.key_size > library.MAX_TURNED:
+            raise ValueError(f"heads of {own.key_size}; {library.MAX_TURNED} is the most")
+        _, _, cosine_stride = _matrix(cosines, dtype)
+        _, _, sine_stride = _matrix(sines, dtype)
+        turned = queries.new_empty(rows, q_heads, own.key_size)
+        call, size = self._rotate, dtype.itemsize
+        call.write = prepared.write
+        write = call.write
+        write.layer = prepared.layers[layer]
+        _put_heads(write.keys, keys, dtype, (rows, own.kv_heads, own.key_size))
+        _put_heads(write.values, values, dtype, (rows, own.kv_heads, own.value_size))
+        _put_heads(call.queries, queries, dtype, (rows, q_heads, own.key_size))
+        elements = rows * (own.token_elements + q_heads * own.key_size)
+        write.threads = torch.get_num_threads() if elements >= _SHARED_HEADS else 1
+        call.turned = turned.data_ptr()
+        call.cosines, call.cosine_stride = cosines.data_ptr(), cosine_stride * size
+        call.sines, call.sine_stride = sines.data_ptr(), sine_stride * size
+        call.q_heads, call.rotary, call.interleaved = q_heads, rotary, interleaved
+        _check(self._library.rotate_write(self._number, byref(call)))
+        return turned
+
     def _finish_norm(self, call: NormCall, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         dtype = rows.dtype
         element, bytes_each = _element(dtype)
@@ -155,6 +204,17 @@ def _matrix(tensor: Tensor, dtype: torch.dtype) -> tuple[int, int, int]:
     if strides[1] != 1 and shape[1] > 1:
         raise ValueError("the elements of a row do not lie side by side")
     return shape[0], shape[1], strides[0]
+
+
+def _put_heads(to: Strided, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    """Note where heads lie, [rows, heads, size]."""
+    _check_kind(tensor, dtype)
+    if tensor.shape != shape:
+        raise ValueError(f"{list(tensor.shape)} is not {list(shape)}")
+    row, head, element = tensor.stride()
+    if element != 1 and shape[2] > 1:
+        raise ValueError("the elements of a head do not lie side by side")
+    to.data, to.row_stride, to.head_stride = tensor.data_ptr(), row * dtype.itemsize, head * dtype.itemsize
 
 
 def _vector(tensor: Tensor, dtype: torch.dtype, size: int) -> int:

@@ -75,7 +75,7 @@ struct CopyCall {
   int32_t threads;
 };
 
-// The small operations, in kFloat32 or kBfloat16. The elements of a row lie side by side, rows of what is read any stride apart
+// The small operations, in kFloat32 or kBfloat16 where nothing else is said. The elements of a row lie side by side, rows of what is read any stride apart
 // (in bytes), rows of what is written one behind the other.
 
 // output[row] = weight input[row] + bias.
@@ -122,6 +122,24 @@ struct GateCall {
   int32_t threads;
 };
 
+// The largest key_size of a RotateCall.
+constexpr int kMaxTurned = 1024;
+
+// Queries and keys turned by their rows' angles; then K and V written. In any dtype, that of the pool. The first `rotary` elements of
+// a head turn, in pairs of (i, i + rotary / 2), or of (2 i, 2 i + 1) if they are interleaved.
+struct RotateCall {
+  WriteCall write;
+  Strided queries;
+  char* turned;         // [rows, q_heads, key_size]: the queries
+  const char* cosines;  // [rows, rotary / 2]
+  const char* sines;    // [rows, rotary / 2]
+  int64_t cosine_stride;
+  int64_t sine_stride;
+  int32_t q_heads;
+  int32_t rotary;
+  int32_t interleaved;
+};
+
 // What one instruction set has to offer. Bodies of parallel regions: each is called by every thread of `threads` with its number.
 struct Kernels {
   int64_t (*workspace)(const AttendCall&);
@@ -133,5 +151,6 @@ struct Kernels {
   void (*linear)(const LinearCall&, int thread, int threads);
   void (*rms_norm)(const NormCall&, int thread, int threads);
   void (*silu_mul)(const GateCall&, int thread, int threads);
+  void (*rotate_write)(const RotateCall&, int thread, int threads);
   uint64_t (*read)(const char* memory, int64_t bytes, int thread, int threads);
 };

@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "operations.h"
+#include "rotary.h"
 
 namespace KILBURN_ISA {
 namespace {
@@ -58,12 +59,21 @@ void silu_mul_any(const GateCall& call, int thread, int threads) {
   call.element == kFloat32 ? silu_mul<kFloat32>(call, thread, threads) : silu_mul<kBfloat16>(call, thread, threads);
 }
 
+void rotate_write_any(const RotateCall& call, int thread, int threads) {
+  switch (call.write.layer.element) {
+    case kFloat32: return rotate_write<kFloat32>(call, thread, threads);
+    case kBfloat16: return rotate_write<kBfloat16>(call, thread, threads);
+    default: return rotate_write<kFloat16>(call, thread, threads);
+  }
+}
+
 }  // namespace
 
 extern const Kernels kernels;
 const Kernels kernels = {
     workspace_any,   attend_any, merge_any,    write_any,    linear_workspace_any,
-    gather_rows_any, linear_any, rms_norm_any, silu_mul_any, read,
+    gather_rows_any, linear_any, rms_norm_any, silu_mul_any, rotate_write_any,
+    read,
 };
 
 }  // namespace KILBURN_ISA
