@@ -134,8 +134,8 @@ class Operations:
         """Turn queries and keys by their rows' angles, store the keys and the values, and return the queries.
 
         All are of the pool's dtype, which may be float16 too: queries [rows, q_heads, key_size] and what write_kv takes, the
-        elements of a head side by side; cosines and sines [rows, rotary / 2]. The first `rotary` elements of a head turn, as pairs
-        (i, i + rotary / 2), or (2 i, 2 i + 1) where they are interleaved. Products are rounded, then their sums, as in
+        elements of a head side by side; cosines and sines [rows, rotary / 2]. The first `rotary` elements of a head turn, as
+        pairs (i, i + rotary / 2), or (2 i, 2 i + 1) where they are interleaved. Products are rounded, then their sums, as in
         transformers' modules: the results are theirs bit for bit.
         """
         own, dtype, rows = prepared.cache.shape.layers[layer], prepared.cache.shape.dtype, prepared.rows
