@@ -25,6 +25,13 @@ from kernels.cpu import build
 #: As kAbi in native/abi.h.
 ABI: Final = 1
 
+#: As kMaxTurned in native/abi.h.
+MAX_TURNED: Final = 1024
+
+#: As Status in native/main.cpp.
+DONE: Final = 0
+WORKSPACE_TOO_SMALL: Final = 2
+
 #: As Element in native/abi.h.
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -118,6 +125,8 @@ class LinearCall(ctypes.Structure):
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_int64),
         ("input_stride", ctypes.c_int64),
         ("weight_stride", ctypes.c_int64),
         ("element", ctypes.c_int32),
@@ -161,9 +170,26 @@ class GateCall(ctypes.Structure):
     )
 
 
+class RotateCall(ctypes.Structure):
+    """Rotary embedding, and then a write."""
+
+    _fields_ = (
+        ("write", WriteCall),
+        ("queries", Strided),
+        ("turned", ctypes.c_void_p),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("cosine_stride", ctypes.c_int64),
+        ("sine_stride", ctypes.c_int64),
+        ("q_heads", ctypes.c_int32),
+        ("rotary", ctypes.c_int32),
+        ("interleaved", ctypes.c_int32),
+    )
+
+
 #: In the order of kilburn_sizeof's argument.
 STRUCTURES: Final[tuple[type[ctypes.Structure], ...]] = (
-    Layer, Rows, Strided, AttendCall, WriteCall, CopyCall, LinearCall, NormCall, GateCall,
+    Layer, Rows, Strided, AttendCall, WriteCall, CopyCall, LinearCall, NormCall, GateCall, RotateCall,
 )  # fmt: skip
 
 #: What kilburn_use_threads takes: what runs a parallel region in every OpenMP runtime, and what tells a thread its number and how
@@ -188,9 +214,11 @@ class Library:
     attend: Callable[..., int]  # (instructions, call) -> status
     write: Callable[..., int]  # (instructions, call) -> status
     copy: Callable[..., None]  # (call)
+    linear_workspace: Callable[..., int]  # (instructions, call)
     linear: Callable[..., int]  # (instructions, call) -> status
     rms_norm: Callable[..., int]  # (instructions, call) -> status
     silu_mul: Callable[..., int]  # (instructions, call) -> status
+    rotate_write: Callable[..., int]  # (instructions, call) -> status
     read: Callable[[int, int, int, int], int]  # (instructions, address, bytes, threads) -> exclusive or of all words
 
     def choose(self, wanted: str | None) -> str:
@@ -251,7 +279,7 @@ def load_from(folder: Path) -> Library:
     if not supported:
         raise LibraryError(f"this machine has none of the instruction sets {', '.join(build.INSTRUCTION_SETS)}")
     openmp, why_one_thread = _use_openmp(holding)
-    layer, _, _, attend, write, copy, linear, norm, gate = (ctypes.POINTER(structure) for structure in STRUCTURES)
+    layer, _, _, attend, write, copy, linear, norm, gate, rotate = (ctypes.POINTER(structure) for structure in STRUCTURES)
     read = (ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
     return Library(
         path=path,
@@ -263,9 +291,11 @@ def load_from(folder: Path) -> Library:
         attend=_function(releasing, "kilburn_attend", ctypes.c_int, ctypes.c_int32, attend),
         write=_function(holding, "kilburn_write", ctypes.c_int, ctypes.c_int32, write),
         copy=_function(releasing, "kilburn_copy", None, copy),
+        linear_workspace=_function(holding, "kilburn_linear_workspace", ctypes.c_int64, ctypes.c_int32, linear),
         linear=_function(holding, "kilburn_linear", ctypes.c_int, ctypes.c_int32, linear),
         rms_norm=_function(holding, "kilburn_rms_norm", ctypes.c_int, ctypes.c_int32, norm),
         silu_mul=_function(holding, "kilburn_silu_mul", ctypes.c_int, ctypes.c_int32, gate),
+        rotate_write=_function(holding, "kilburn_rotate_write", ctypes.c_int, ctypes.c_int32, rotate),
         read=_function(releasing, "kilburn_read", ctypes.c_uint64, *read),
     )
 

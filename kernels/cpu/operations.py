@@ -1,7 +1,7 @@
-"""What a model's step on the CPU does beside attention: products with few rows, RMS norms, the gate of the feed-forward part.
+"""What a step on the CPU does beside attention: products with few rows, RMS norms, gates, rotary embedding.
 
-Knows tensors and the library's structures; not models. A call's tensors are all of bfloat16 or all of float32, and what is computed
-is computed in float32. The elements of a row have to lie side by side, rows any stride apart; results are new and contiguous.
+Knows tensors and the library's structures; not models. All tensors of a call are of bfloat16 or of float32; sums are of float32.
+The elements of a row have to lie side by side, rows may lie any stride apart; results are new and contiguous.
 
 They are here where oneDNN, through torch, is measurably not enough: a product with few rows reads its weight at half the speed of
 the memory there, and what an operation of torch does to few rows takes less time than calling it.
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import library
-from kernels.cpu.library import GateCall, LinearCall, NormCall
+from kernels.cpu.backend import PreparedStep
+from kernels.cpu.library import GateCall, LinearCall, NormCall, RotateCall, Strided
 
 #: The most rows for which `linear` is meant: it is right for more, and torch is faster.
 FEW_ROWS: Final = 8
@@ -25,7 +26,13 @@ FEW_ROWS: Final = 8
 _SHARED_WEIGHT: Final = 64 * 1024
 _SHARED_ELEMENTS: Final = 16 * 1024
 
-_ELEMENTS: Final = {dtype: library.ELEMENTS[dtype] for dtype in (torch.float32, torch.bfloat16)}
+#: Likewise, elements of queries, keys and values: writing into a frame is slower than reading.
+_SHARED_HEADS: Final = 4 * 1024
+
+_ALIGNMENT: Final = 64
+
+#: What the library calls a dtype, and the size of an element.
+_ELEMENTS: Final = {dtype: (library.ELEMENTS[dtype], dtype.itemsize) for dtype in (torch.float32, torch.bfloat16)}
 
 
 class Operations:
@@ -36,39 +43,42 @@ class Operations:
 
     Raises:
         library.LibraryError: the library is not there, or this machine has no such instructions.
+
+    All operations raise TypeError for tensors of other dtypes or devices, ValueError for shapes or strides that don't fit.
     """
 
     def __init__(self, instructions: str | None = None) -> None:
         self._library = library.load()
         self.instructions = self._library.choose(instructions)
         self._number = self._library.number(self.instructions)
+        # Filled anew by each call, which takes a fraction of making them anew: on one row these microseconds are what is left.
+        self._linear, self._norm, self._gate, self._rotate = LinearCall(), NormCall(), GateCall(), RotateCall()
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return rows [n, inner] times weight [outputs, inner] plus bias [outputs], as [n, outputs].
 
         A row's result is the same bit for bit, whatever rows it comes with and however many threads there are.
         """
-        element = _element(rows, weight, bias)
-        count, inner = rows.shape
-        _check(weight.shape[1:] == (inner,), "weight", weight)
-        outputs = weight.shape[0]
+        dtype = rows.dtype
+        element, size = _element(dtype)
+        count, inner, stride = _matrix(rows, dtype)
+        outputs, wide, weight_stride = _matrix(weight, dtype)
+        if wide != inner:
+            raise ValueError(f"a weight of {list(weight.shape)} for rows of {inner}")
         output = rows.new_empty(count, outputs)
-        size = rows.element_size()
-        threads = torch.get_num_threads() if outputs * inner * size >= _SHARED_WEIGHT else 1
-        call = LinearCall(
-            rows.data_ptr(),
-            weight.data_ptr(),
-            None if bias is None else _vector(bias, outputs, "bias"),
-            output.data_ptr(),
-            rows.stride(0) * size,
-            weight.stride(0) * size,
-            element,
-            count,
-            outputs,
-            inner,
-            threads,
-        )
-        self._done(self._library.linear(self._number, byref(call)))
+        call = self._linear
+        call.input, call.input_stride = rows.data_ptr(), stride * size
+        call.weight, call.weight_stride = weight.data_ptr(), weight_stride * size
+        call.bias = None if bias is None else _vector(bias, dtype, outputs)
+        call.output = output.data_ptr()
+        call.element, call.rows, call.outputs, call.inner = element, count, outputs, inner
+        call.threads = torch.get_num_threads() if outputs * inner * size >= _SHARED_WEIGHT else 1
+        status = self._library.linear(self._number, byref(call))
+        if status == library.WORKSPACE_TOO_SMALL:
+            self._grow(call)
+            status = self._library.linear(self._number, byref(call))
+        _check(status)
         return output
 
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -77,81 +87,152 @@ class Operations:
         As transformers' LlamaRMSNorm has it. Sums add up in another order there: in bfloat16 a value can differ where its float32
         lies at the edge between two.
         """
-        return self._norm(rows, None, None, weight, epsilon)
+        call = self._norm
+        call.residual = call.sum = None
+        return self._finish_norm(call, rows, weight, epsilon)
 
     def add_rms_norm(self, rows: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """Return the norm of rows + residual, both [n, size], and that sum, rounded, which is the next residual."""
-        total = torch.empty(rows.shape, dtype=rows.dtype)
-        _check(residual.shape == rows.shape, "residual", residual)
-        return self._norm(rows, residual, total, weight, epsilon), total
+        dtype = rows.dtype
+        count, size, stride = _matrix(residual, dtype)
+        if residual.shape != rows.shape:
+            raise ValueError(f"a residual of {list(residual.shape)} beside rows of {list(rows.shape)}")
+        total = rows.new_empty(count, size)
+        call = self._norm
+        call.residual, call.residual_stride = residual.data_ptr(), stride * dtype.itemsize
+        call.sum = total.data_ptr()
+        return self._finish_norm(call, rows, weight, epsilon), total
 
     def silu_mul(self, rows: Tensor) -> Tensor:
         """Return silu(gate) * up, [n, size], of rows [n, 2 size] that hold gate and then up; silu(gate) is rounded in between."""
-        element = _element(rows)
-        count, both = rows.shape
-        _check(both % 2 == 0, "rows", rows)
+        dtype = rows.dtype
+        element, bytes_each = _element(dtype)
+        count, both, stride = _matrix(rows, dtype)
+        if both % 2:
+            raise ValueError(f"rows of {both} are no gate and up")
         size = both // 2
         output = rows.new_empty(count, size)
-        threads = torch.get_num_threads() if count * size >= _SHARED_ELEMENTS else 1
-        call = GateCall(rows.data_ptr(), output.data_ptr(), rows.stride(0) * rows.element_size(), element, count, size, threads)
-        self._done(self._library.silu_mul(self._number, byref(call)))
+        call = self._gate
+        call.input, call.input_stride = rows.data_ptr(), stride * bytes_each
+        call.output = output.data_ptr()
+        call.element, call.rows, call.size, call.threads = element, count, size, _threads(count * size)
+        _check(self._library.silu_mul(self._number, byref(call)))
         return output
 
-    def _norm(self, rows: Tensor, residual: Tensor | None, total: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-        element = _element(rows, weight, residual)
-        count, size = rows.shape
+    def rotate_write(
+        self,
+        prepared: PreparedStep,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cosines: Tensor,
+        sines: Tensor,
+        *,
+        interleaved: bool = False,
+    ) -> Tensor:
+        """Turn queries and keys by their rows' angles, store the keys and the values, and return the queries.
+
+        All are of the pool's dtype, which may be float16 too: queries [rows, q_heads, key_size] and what write_kv takes, the
+        elements of a head side by side; cosines and sines [rows, rotary / 2]. The first `rotary` elements of a head turn, as
+        pairs (i, i + rotary / 2), or (2 i, 2 i + 1) where they are interleaved. Products are rounded, then their sums, as in
+        transformers' modules: the results are theirs bit for bit.
+        """
+        own, dtype, rows = prepared.cache.shape.layers[layer], prepared.cache.shape.dtype, prepared.rows
+        q_heads = queries.shape[1]
+        rotary = 2 * cosines.shape[1]
+        if cosines.shape != (rows, rotary // 2) or sines.shape != cosines.shape or rotary > own.key_size:
+            raise ValueError(f"angles of {list(cosines.shape)} and {list(sines.shape)} for {rows} rows of {own.key_size}")
+        if own.key_size > library.MAX_TURNED:
+            raise ValueError(f"heads of {own.key_size}; {library.MAX_TURNED} is the most")
+        _, _, cosine_stride = _matrix(cosines, dtype)
+        _, _, sine_stride = _matrix(sines, dtype)
+        turned = queries.new_empty(rows, q_heads, own.key_size)
+        call, size = self._rotate, dtype.itemsize
+        call.write = prepared.write
+        write = call.write
+        write.layer = prepared.layers[layer]
+        _put_heads(write.keys, keys, dtype, (rows, own.kv_heads, own.key_size))
+        _put_heads(write.values, values, dtype, (rows, own.kv_heads, own.value_size))
+        _put_heads(call.queries, queries, dtype, (rows, q_heads, own.key_size))
+        elements = rows * (own.token_elements + q_heads * own.key_size)
+        write.threads = torch.get_num_threads() if elements >= _SHARED_HEADS else 1
+        call.turned = turned.data_ptr()
+        call.cosines, call.cosine_stride = cosines.data_ptr(), cosine_stride * size
+        call.sines, call.sine_stride = sines.data_ptr(), sine_stride * size
+        call.q_heads, call.rotary, call.interleaved = q_heads, rotary, interleaved
+        _check(self._library.rotate_write(self._number, byref(call)))
+        return turned
+
+    def _finish_norm(self, call: NormCall, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        dtype = rows.dtype
+        element, bytes_each = _element(dtype)
+        count, size, stride = _matrix(rows, dtype)
         output = rows.new_empty(count, size)
-        threads = torch.get_num_threads() if count * size >= _SHARED_ELEMENTS else 1
-        call = NormCall(
-            rows.data_ptr(),
-            None if residual is None else residual.data_ptr(),
-            _vector(weight, size, "weight"),
-            output.data_ptr(),
-            None if total is None else total.data_ptr(),
-            rows.stride(0) * rows.element_size(),
-            0 if residual is None else residual.stride(0) * rows.element_size(),
-            element,
-            count,
-            size,
-            epsilon,
-            threads,
-        )
-        self._done(self._library.rms_norm(self._number, byref(call)))
+        call.input, call.input_stride = rows.data_ptr(), stride * bytes_each
+        call.weight = _vector(weight, dtype, size)
+        call.output = output.data_ptr()
+        call.element, call.rows, call.size, call.epsilon, call.threads = element, count, size, epsilon, _threads(count * size)
+        _check(self._library.rms_norm(self._number, byref(call)))
         return output
 
-    def _done(self, status: int) -> None:
-        assert status == 0, f"the library refused the call: status {status}"
+    def _grow(self, call: LinearCall) -> None:
+        """Give the call, and those that come after it, as much workspace as it needs."""
+        need = self._library.linear_workspace(self._number, byref(call))
+        self._memory = torch.empty(need + _ALIGNMENT, dtype=torch.uint8)
+        start = self._memory.data_ptr()
+        call.workspace, call.workspace_bytes = start + -start % _ALIGNMENT, need
 
 
-def _element(rows: Tensor, *others: Tensor | None) -> int:
-    """Return what the library calls the dtype that all of them have.
-
-    Raises:
-        TypeError: they are not all of bfloat16 or all of float32, on the CPU.
-        ValueError: rows are not [n, size], or the elements of a row do not lie side by side.
-    """
-    element = _ELEMENTS.get(rows.dtype)
-    if element is None:
-        raise TypeError(f"bfloat16 or float32 is wanted, not {rows.dtype}")
-    if rows.dim() != 2:
-        raise ValueError(f"rows are {list(rows.shape)}, not [n, size]")
-    for tensor in (rows, *others):
-        if tensor is None:
-            continue
-        if tensor.dtype != rows.dtype:
-            raise TypeError(f"{tensor.dtype} beside {rows.dtype}")
-        if not tensor.is_cpu:
-            raise TypeError(f"a tensor lies on {tensor.device}, not on the CPU")
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise ValueError("the elements of a row do not lie side by side")
-    return element
+def _threads(elements: int) -> int:
+    return torch.get_num_threads() if elements >= _SHARED_ELEMENTS else 1
 
 
-def _vector(tensor: Tensor, size: int, name: str) -> int:
-    _check(tensor.shape == (size,), name, tensor)
+def _element(dtype: torch.dtype) -> tuple[int, int]:
+    found = _ELEMENTS.get(dtype)
+    if found is None:
+        raise TypeError(f"bfloat16 or float32 is wanted, not {dtype}")
+    return found
+
+
+def _matrix(tensor: Tensor, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Return the rows of a matrix, their length, and how many elements lie from one to the next."""
+    _check_kind(tensor, dtype)
+    shape, strides = tensor.shape, tensor.stride()
+    if len(shape) != 2:
+        raise ValueError(f"{list(shape)} is not [n, size]")
+    if strides[1] != 1 and shape[1] > 1:
+        raise ValueError("the elements of a row do not lie side by side")
+    return shape[0], shape[1], strides[0]
+
+
+def _put_heads(to: Strided, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    """Note where heads lie, [rows, heads, size]."""
+    _check_kind(tensor, dtype)
+    if tensor.shape != shape:
+        raise ValueError(f"{list(tensor.shape)} is not {list(shape)}")
+    row, head, element = tensor.stride()
+    if element != 1 and shape[2] > 1:
+        raise ValueError("the elements of a head do not lie side by side")
+    to.data, to.row_stride, to.head_stride = tensor.data_ptr(), row * dtype.itemsize, head * dtype.itemsize
+
+
+def _vector(tensor: Tensor, dtype: torch.dtype, size: int) -> int:
+    """Return the address of a vector of this size."""
+    _check_kind(tensor, dtype)
+    if tensor.shape != (size,):
+        raise ValueError(f"{list(tensor.shape)} is not [{size}]")
+    if tensor.stride(0) != 1 and size > 1:
+        raise ValueError("the elements of a vector do not lie side by side")
     return tensor.data_ptr()
 
 
-def _check(fits: bool, name: str, tensor: Tensor) -> None:
-    if not fits:
-        raise ValueError(f"{name} is {list(tensor.shape)}, which does not fit the rows")
+def _check_kind(tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype is not dtype:
+        raise TypeError(f"{tensor.dtype} beside {dtype}")
+    if not tensor.is_cpu:
+        raise TypeError(f"a tensor lies on {tensor.device}, not on the CPU")
+
+
+def _check(status: int) -> None:
+    assert status == library.DONE, f"the library refused the call: status {status}"

@@ -1,6 +1,7 @@
 """The CPU's small operations, on every instruction set of this machine, against float64 and transformers' own modules."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -10,10 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from kernels.cpu import library
+from kernels.cpu.backend import CpuBackend
 from kernels.cpu.operations import FEW_ROWS, Operations
+from kernels.interface import CacheShape, KvCache, LayerShape, StepRows
 
 MISSING: Final = library.why_missing()
 INSTRUCTIONS: Final = () if MISSING else library.instructions()
@@ -231,6 +234,123 @@ def test_a_gate_on_two_threads_is_that_on_one(operations: Operations, two_thread
     assert torch.equal(operations.silu_mul(left), found)
 
 
+# -------------------------------------------------------------------------------------------------------------- rotary
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step's rows in a pool full of NaN."""
+
+    backend: CpuBackend
+    cache: KvCache
+    rows: StepRows
+
+
+def step(instructions: str, shape: CacheShape, tokens: Sequence[int], source: torch.Generator) -> Step:
+    """Return a prefill of so many tokens for each sequence, its blocks anywhere."""
+    backend = CpuBackend(instructions)
+    widths = [-(-count // shape.block_size) for count in tokens]
+    blocks = sum(widths)
+    frames = torch.full((blocks + 1, backend.layout(shape).elements), torch.nan, dtype=shape.dtype)
+    order = torch.randperm(blocks, generator=source).tolist()
+    tables = torch.full((len(tokens), max(widths)), blocks, dtype=torch.int32)
+    slots = []
+    for sequence, (count, width) in enumerate(zip(tokens, widths, strict=True)):
+        own = [order.pop() for _ in range(width)]
+        tables[sequence, :width] = torch.tensor(own)
+        slots += [own[at // shape.block_size] * shape.block_size + at % shape.block_size for at in range(count)]
+    rows = StepRows(0, tuple(tokens), tuple(tokens), tables, torch.tensor(slots))
+    return Step(backend, KvCache(shape, frames), rows)
+
+
+def turned(states: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
+    """Turn as transformers does, in the states' own dtype: apply_rotary_pos_emb of llama, or of cohere if interleaved."""
+    rotary = 2 * cosines.shape[1]
+    if interleaved:
+        angles = [angle.repeat_interleave(2, dim=1)[:, None] for angle in (cosines, sines)]
+        other = torch.stack((-states[..., 1:rotary:2], states[..., 0:rotary:2]), dim=-1).flatten(-2)
+    else:
+        angles = [torch.cat((angle, angle), dim=1)[:, None] for angle in (cosines, sines)]
+        other = torch.cat((-states[..., rotary // 2 : rotary], states[..., : rotary // 2]), dim=-1)
+    front = states[..., :rotary] * angles[0] + other * angles[1]
+    return torch.cat((front, states[..., rotary:]), dim=-1)
+
+
+@settings(examples, max_examples=60)
+@given(
+    tokens=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    block_size=st.sampled_from([1, 6, 16, 24, 32]),
+    heads=st.sampled_from([(9, 3), (4, 4), (7, 1)]),
+    sizes=st.sampled_from([(64, 64), (80, 80), (33, 16), (192, 128)]),
+    part=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+    dtype=st.sampled_from([*DTYPES, torch.float16]),
+    interleaved=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_rotary_embedding_is_that_of_transformers_and_what_is_written_is_what_write_kv_writes(
+    operations: Operations,
+    two_threads: None,
+    tokens: list[int],
+    block_size: int,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    part: float,
+    dtype: torch.dtype,
+    interleaved: bool,
+    seed: int,
+) -> None:
+    source = torch.Generator().manual_seed(seed)
+    (q_heads, kv_heads), (key_size, value_size) = heads, sizes
+    shape = CacheShape((LayerShape(1, 16, 16), LayerShape(kv_heads, key_size, value_size)), block_size, dtype)
+    here = step(operations.instructions, shape, tokens, source)
+    count, pairs = sum(tokens), int(part * key_size) // 2
+    joined = torch.randn(count, (q_heads + kv_heads) * key_size + kv_heads * value_size, generator=source).to(dtype)
+    queries, keys, values = torch.split(joined, [q_heads * key_size, kv_heads * key_size, kv_heads * value_size], dim=1)
+    queries, keys = queries.view(count, q_heads, key_size), keys.view(count, kv_heads, key_size)
+    values = values.view(count, kv_heads, value_size)
+    angles = 7 * torch.rand(count, pairs, generator=source)
+    cosines, sines = (spaced(angle.to(dtype), 5, 3) for angle in (angles.cos(), angles.sin()))
+
+    prepared = here.backend.prepare(here.cache, here.rows)
+    found = operations.rotate_write(prepared, 1, queries, keys, values, cosines, sines, interleaved=interleaved)
+    assert torch.equal(found, turned(queries, cosines, sines, interleaved))
+
+    expected = KvCache(shape, torch.full_like(here.cache.frames, torch.nan))
+    here.backend.write_kv(here.backend.prepare(expected, here.rows), 1, turned(keys, cosines, sines, interleaved), values)
+    assert torch.equal(here.cache.frames.isnan(), expected.frames.isnan())
+    assert torch.equal(here.cache.frames.nan_to_num(), expected.frames.nan_to_num())
+
+
+def test_the_model_turns_as_this_test_does() -> None:
+    source = torch.Generator().manual_seed(0)
+    queries, keys = (torch.randn(5, heads, 64, generator=source).bfloat16() for heads in (9, 3))
+    angles = torch.rand(5, 32, generator=source)
+    cosines, sines = angles.cos().bfloat16(), angles.sin().bfloat16()
+    twice = [torch.cat((angle, angle), dim=1)[None] for angle in (cosines, sines)]
+    expected = apply_rotary_pos_emb(queries.transpose(0, 1)[None], keys.transpose(0, 1)[None], *twice)
+    for states, theirs in zip((queries, keys), expected, strict=True):
+        assert torch.equal(turned(states, cosines, sines, False), theirs[0].transpose(0, 1))
+
+
+def test_angles_that_do_not_fit_are_refused() -> None:
+    shape = CacheShape((LayerShape(2, 32, 32),), 16, torch.float32)
+    operations = Operations()
+    here = step(operations.instructions, shape, [3], torch.Generator().manual_seed(0))
+    prepared = here.backend.prepare(here.cache, here.rows)
+    states = torch.ones(3, 2, 32)
+    for angles in torch.ones(2, 16), torch.ones(3, 17):
+        with pytest.raises(ValueError, match="angles of"):
+            operations.rotate_write(prepared, 0, states, states, states, angles, angles)
+    angles = torch.ones(3, 16)
+    with pytest.raises(ValueError, match=r"\[3, 2, 16\] is not \[3, 2, 32\]"):
+        operations.rotate_write(prepared, 0, states, states[..., :16], states, angles, angles)
+    with pytest.raises(TypeError, match=r"bfloat16 beside torch\.float32"):
+        operations.rotate_write(prepared, 0, states.bfloat16(), states, states, angles, angles)
+    with pytest.raises(ValueError, match="do not lie side by side"):
+        operations.rotate_write(prepared, 0, torch.ones(3, 2, 64)[..., ::2], states, states, angles, angles)
+    assert here.cache.frames.isnan().all()
+
+
 # ------------------------------------------------------------------------------------------------------- what is refused
 
 
@@ -240,15 +360,16 @@ def test_a_gate_on_two_threads_is_that_on_one(operations: Operations, two_thread
         (lambda o: o.linear(torch.ones(2, 8).half(), torch.ones(3, 8).half()), TypeError, "bfloat16 or float32 is wanted"),
         (lambda o: o.linear(torch.ones(2, 8), torch.ones(3, 8).bfloat16()), TypeError, "bfloat16 beside torch.float32"),
         (lambda o: o.linear(torch.ones(2, 8), torch.ones(3, 8, device="meta")), TypeError, "lies on meta, not on the CPU"),
-        (lambda o: o.linear(torch.ones(2, 8), torch.ones(3, 9)), ValueError, r"weight is \[3, 9\]"),
-        (lambda o: o.linear(torch.ones(2, 8), torch.ones(8)), ValueError, r"weight is \[8\]"),
-        (lambda o: o.linear(torch.ones(2, 8), torch.ones(3, 8), torch.ones(2)), ValueError, r"bias is \[2\]"),
+        (lambda o: o.linear(torch.ones(2, 8), torch.ones(3, 9)), ValueError, r"a weight of \[3, 9\] for rows of 8"),
+        (lambda o: o.linear(torch.ones(2, 8), torch.ones(8)), ValueError, r"\[8\] is not \[n, size\]"),
+        (lambda o: o.linear(torch.ones(2, 8), torch.ones(3, 8), torch.ones(2)), ValueError, r"\[2\] is not \[3\]"),
         (lambda o: o.linear(torch.ones(2, 8), torch.ones(8, 3).T), ValueError, "do not lie side by side"),
-        (lambda o: o.linear(torch.ones(8), torch.ones(3, 8)), ValueError, r"rows are \[8\], not \[n, size\]"),
-        (lambda o: o.rms_norm(torch.ones(2, 8), torch.ones(9), 1e-5), ValueError, r"weight is \[9\]"),
+        (lambda o: o.linear(torch.ones(8), torch.ones(3, 8)), ValueError, r"\[8\] is not \[n, size\]"),
+        (lambda o: o.rms_norm(torch.ones(2, 8), torch.ones(9), 1e-5), ValueError, r"\[9\] is not \[8\]"),
+        (lambda o: o.rms_norm(torch.ones(2, 8), torch.ones(16)[::2], 1e-5), ValueError, "do not lie side by side"),
         (lambda o: o.rms_norm(torch.ones(2, 16)[:, ::2], torch.ones(8), 1e-5), ValueError, "do not lie side by side"),
-        (lambda o: o.add_rms_norm(torch.ones(2, 8), torch.ones(3, 8), torch.ones(8), 1e-5), ValueError, r"residual is \[3, 8\]"),
-        (lambda o: o.silu_mul(torch.ones(2, 7)), ValueError, r"rows is \[2, 7\]"),
+        (lambda o: o.add_rms_norm(torch.ones(2, 8), torch.ones(3, 8), torch.ones(8), 1e-5), ValueError, "a residual of"),
+        (lambda o: o.silu_mul(torch.ones(2, 7)), ValueError, "rows of 7 are no gate and up"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(call: Callable[[Operations], object], error: type[Exception], reason: str) -> None:

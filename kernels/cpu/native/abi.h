@@ -75,7 +75,7 @@ struct CopyCall {
   int32_t threads;
 };
 
-// The small operations, in kFloat32 or kBfloat16. The elements of a row lie side by side, rows of what is read any stride apart
+// The small operations, in kFloat32 or kBfloat16 where nothing else is said. The elements of a row lie side by side, rows of what is read any stride apart
 // (in bytes), rows of what is written one behind the other.
 
 // output[row] = weight input[row] + bias.
@@ -84,6 +84,8 @@ struct LinearCall {
   const char* weight;  // [outputs, inner]
   const char* bias;    // [outputs], or null
   char* output;        // [rows, outputs]
+  char* workspace;     // kilburn_linear_workspace(call) bytes, aligned to 64
+  int64_t workspace_bytes;
   int64_t input_stride;
   int64_t weight_stride;
   int32_t element;
@@ -120,14 +122,35 @@ struct GateCall {
   int32_t threads;
 };
 
+// The largest key_size of a RotateCall.
+constexpr int kMaxTurned = 1024;
+
+// Queries and keys turned by their rows' angles; then K and V written. In any dtype, that of the pool. The first `rotary` elements of
+// a head turn, in pairs of (i, i + rotary / 2), or of (2 i, 2 i + 1) if they are interleaved.
+struct RotateCall {
+  WriteCall write;
+  Strided queries;
+  char* turned;         // [rows, q_heads, key_size]: the queries
+  const char* cosines;  // [rows, rotary / 2]
+  const char* sines;    // [rows, rotary / 2]
+  int64_t cosine_stride;
+  int64_t sine_stride;
+  int32_t q_heads;
+  int32_t rotary;
+  int32_t interleaved;
+};
+
 // What one instruction set has to offer. Bodies of parallel regions: each is called by every thread of `threads` with its number.
 struct Kernels {
   int64_t (*workspace)(const AttendCall&);
   void (*attend)(const AttendCall&, int thread, int threads);
   void (*merge)(const AttendCall&, int threads);  // after `attend`, by one thread
   void (*write)(const WriteCall&, int thread, int threads);
+  int64_t (*linear_workspace)(const LinearCall&);
+  void (*gather_rows)(const LinearCall&);  // before `linear`, by one thread
   void (*linear)(const LinearCall&, int thread, int threads);
   void (*rms_norm)(const NormCall&, int thread, int threads);
   void (*silu_mul)(const GateCall&, int thread, int threads);
+  void (*rotate_write)(const RotateCall&, int thread, int threads);
   uint64_t (*read)(const char* memory, int64_t bytes, int thread, int threads);
 };

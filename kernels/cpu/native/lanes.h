@@ -224,6 +224,13 @@ ALWAYS_INLINE void store_elements(char* p, Lanes x) {
 template <Element E>
 constexpr int kBytes = E == kFloat32 ? 4 : 2;
 
+// What is left of x in this dtype.
+template <Element E>
+ALWAYS_INLINE Lanes rounded(Lanes x) {
+  if constexpr (E == kFloat32) return x;
+  return E == kBfloat16 ? from_bfloat16(to_bfloat16(x)) : from_float16(to_float16(x));
+}
+
 template <Element E>
 ALWAYS_INLINE Lanes load_elements(const char* p, int count) {
   if (count >= 16) return load_elements<E>(p);

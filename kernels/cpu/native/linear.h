@@ -78,69 +78,119 @@ ALWAYS_INLINE __m256 sums_of_eight(const Lanes* x) {
 ALWAYS_INLINE Lanes sums_of(const Lanes (&x)[16]) { return {sums_of_eight(x), sums_of_eight(x + 8)}; }
 #endif
 
-// How the work is cut, found by measurement. Rows of the input that share each load of the weight: as many sums as registers hold.
+// How the work is cut, found by measurement.
+//
+// The input's rows are put together first, piece by piece, as many rows side by side as share each load of the weight: as many as
+// there are registers for sums.
 #ifdef __AVX512F__
 constexpr int kRowsTogether = 8;
 #else
 constexpr int kRowsTogether = 4;
 #endif
 
-// Rows of the weight that share each load of the input. Two need the memory told ahead, or the second of them is read too late.
-template <int kRows>
-constexpr int kWeightRows = kRowsTogether == 8 && kRows >= 3 ? 2 : 1;
+// With so many rows the processor no longer runs far enough ahead to keep the memory busy, and is told what comes.
+constexpr int kRowsToldAhead = kRowsTogether == 8 ? 3 : 2;
+constexpr int kAheadBytes = 12 * 1024;
 
-// products[row][0 .. kWide - 1]: kRows rows of the input times kWide rows of the weight, not yet summed over lanes.
-template <Element E, int kRows, int kWide>
-ALWAYS_INLINE void multiply(const LinearCall& call, const char* input, const char* weight, Lanes (&products)[kRows][16], int column) {
-  using Own = Piece<E>;
-  Lanes sums[kRows][kWide];
-  for (int row = 0; row < kRows; row++)
-    for (int wide = 0; wide < kWide; wide++) sums[row][wide] = zero();
-  const int whole = call.inner - call.inner % Own::kElements;
-  for (int i = 0; i < whole; i += Own::kElements) {
-    const int64_t at = static_cast<int64_t>(i) * kBytes<E>;
-    Own weights[kWide];
-    for (int wide = 0; wide < kWide; wide++) weights[wide] = Own::at(weight + wide * call.weight_stride + at);
-    if constexpr (kWide > 1)  // the same place in the rows that come next
-      for (int wide = 0; wide < kWide; wide++) _mm_prefetch(weight + (kWide + wide) * call.weight_stride + at, _MM_HINT_T1);
-    for (int row = 0; row < kRows; row++) {
-      const Own own = Own::at(input + row * call.input_stride + at);
-      for (int wide = 0; wide < kWide; wide++) sums[row][wide] = Own::add_product(sums[row][wide], weights[wide], own);
-    }
-  }
-  if (whole < call.inner) {
-    const int64_t at = static_cast<int64_t>(whole) * kBytes<E>;
-    const int left = call.inner - whole;
-    for (int row = 0; row < kRows; row++) {
-      const Own own = last_piece<E>(input + row * call.input_stride + at, left);
-      for (int wide = 0; wide < kWide; wide++) {
-        const Own weights = last_piece<E>(weight + wide * call.weight_stride + at, left);
-        sums[row][wide] = Own::add_product(sums[row][wide], weights, own);
+// Rows of the weight that share each load of the input.
+template <int kRows>
+constexpr int kOutputsTogether = kRowsTogether == 8 && kRows >= kRowsToldAhead ? 2 : 1;
+
+// Of the input, as it was put together: so much stays in the first cache while 16 rows of the weight pass by.
+constexpr int kChunkBytes = 20 * 1024;
+
+template <Element E>
+int pieces_of(const LinearCall& call) {
+  return (call.inner + Piece<E>::kElements - 1) / Piece<E>::kElements;
+}
+
+template <Element E>
+int64_t linear_workspace(const LinearCall& call) {
+  return static_cast<int64_t>(call.rows) * pieces_of<E>(call) * static_cast<int64_t>(sizeof(Piece<E>));
+}
+
+// The rows from `row` on that are worked on together, [pieces][rows].
+template <Element E>
+ALWAYS_INLINE Piece<E>* together(const LinearCall& call, int row) {
+  return reinterpret_cast<Piece<E>*>(call.workspace) + static_cast<int64_t>(row) * pieces_of<E>(call);
+}
+
+template <Element E>
+void gather_rows(const LinearCall& call) {
+  constexpr int kElements = Piece<E>::kElements;
+  for (int first = 0; first < call.rows; first += kRowsTogether) {
+    const int count = call.rows - first < kRowsTogether ? call.rows - first : kRowsTogether;
+    for (int row = 0; row < count; row++) {
+      const char* from = call.input + (first + row) * call.input_stride;
+      Piece<E>* to = together<E>(call, first) + row;
+      for (int i = 0; i < call.inner; i += kElements, to += count) {
+        const char* at = from + static_cast<int64_t>(i) * kBytes<E>;
+        *to = call.inner - i < kElements ? last_piece<E>(at, call.inner - i) : Piece<E>::at(at);
       }
     }
   }
-  for (int row = 0; row < kRows; row++)
-    for (int wide = 0; wide < kWide; wide++) products[row][column + wide] = sums[row][wide];
 }
 
-// Outputs first .. first + count - 1, at most 16, of kRows rows from `row` on.
+// sums[row][column ..] += kRows rows of the input times kColumns rows of the weight, of so many elements; what was there before
+// counts as zero if these are the first ones. `next` is what will be read of the weight some time later.
+template <Element E, int kRows, int kColumns>
+ALWAYS_INLINE void multiply(const char* weight, int64_t stride, const char* next, const Piece<E>* input, int elements, bool first,
+                            Lanes (&sums)[kRows][16], int column) {
+  using Own = Piece<E>;
+  Lanes own[kRows][kColumns];
+  for (int row = 0; row < kRows; row++)
+    for (int i = 0; i < kColumns; i++) own[row][i] = first ? zero() : sums[row][column + i];
+  const int64_t ahead = next - weight;
+  for (; elements >= Own::kElements; elements -= Own::kElements, weight += 64, input += kRows) {
+    Own weights[kColumns];
+    for (int i = 0; i < kColumns; i++) weights[i] = Own::at(weight + i * stride);
+    if constexpr (kRows >= kRowsToldAhead)
+      for (int i = 0; i < kColumns; i++) _mm_prefetch(weight + i * stride + ahead, _MM_HINT_T1);
+    for (int row = 0; row < kRows; row++)
+      for (int i = 0; i < kColumns; i++) own[row][i] = Own::add_product(own[row][i], weights[i], input[row]);
+  }
+  if (elements > 0) {
+    for (int i = 0; i < kColumns; i++) {
+      const Own weights = last_piece<E>(weight + i * stride, elements);
+      for (int row = 0; row < kRows; row++) own[row][i] = Own::add_product(own[row][i], weights, input[row]);
+    }
+  }
+  for (int row = 0; row < kRows; row++)
+    for (int i = 0; i < kColumns; i++) sums[row][column + i] = own[row][i];
+}
+
+// Outputs begin .. begin + count - 1, at most 16, of kRows rows from `row` on.
 template <Element E, int kRows>
-__attribute__((noinline)) void finish_outputs(const LinearCall& call, int row, int first, int count) {
-  Lanes products[kRows][16];
-  if (count < 16)
-    for (int i = 0; i < kRows; i++)
-      for (int column = count; column < 16; column++) products[i][column] = zero();
-  const char* input = call.input + row * call.input_stride;
-  const char* weight = call.weight + first * call.weight_stride;
-  constexpr int kWide = kWeightRows<kRows>;
-  int column = 0;
-  for (; column + kWide <= count; column += kWide)
-    multiply<E, kRows, kWide>(call, input, weight + column * call.weight_stride, products, column);
-  for (; column < count; column++) multiply<E, kRows, 1>(call, input, weight + column * call.weight_stride, products, column);
-  const Lanes bias = call.bias ? load_elements<E>(call.bias + first * kBytes<E>, count) : zero();
+__attribute__((noinline)) void finish_outputs(const LinearCall& call, int row, int begin, int count) {
+  constexpr int kElements = Piece<E>::kElements, kTogether = kOutputsTogether<kRows>;
+  constexpr int kMost = kChunkBytes / static_cast<int>(sizeof(Piece<E>)) / kRows;
+  const int pieces = pieces_of<E>(call), chunks = (pieces + kMost - 1) / kMost;
+  const int in_chunk = chunks ? (pieces + chunks - 1) / chunks : 0;
+  const int64_t stride = call.weight_stride;
+  Lanes sums[kRows][16] = {};
+  const Piece<E>* input = together<E>(call, row);
+  const char* weight = call.weight + begin * stride;
+  for (int done = 0; done < pieces; done += in_chunk, input += in_chunk * kRows) {
+    const int left = call.inner - done * kElements, elements = left < in_chunk * kElements ? left : in_chunk * kElements;
+    const int bytes = elements * kBytes<E>;
+    const char* chunk = weight + 64 * static_cast<int64_t>(done);
+    // The chunk is read row by row; behind it comes this block's next one, or the first one of the next block.
+    const int rows_ahead = (kAheadBytes / bytes / kTogether + 1) * kTogether;
+    const char* behind = left > elements ? chunk + bytes : weight + 16 * stride;
+    const auto next = [&](int column) {
+      const int then = column + (rows_ahead < 16 ? rows_ahead : 16);
+      return then < 16 ? chunk + then * stride : behind + (then - 16) * stride;
+    };
+    int column = 0;
+    for (; column + kTogether <= count; column += kTogether)
+      multiply<E, kRows, kTogether>(chunk + column * stride, stride, next(column), input, elements, done == 0, sums, column);
+    for (; column < count; column++)
+      multiply<E, kRows, 1>(chunk + column * stride, stride, next(column), input, elements, done == 0, sums, column);
+  }
+  const Lanes bias = call.bias ? load_elements<E>(call.bias + begin * kBytes<E>, count) : zero();
   for (int i = 0; i < kRows; i++) {
-    char* output = call.output + (static_cast<int64_t>(row + i) * call.outputs + first) * kBytes<E>;
-    store_elements<E>(output, sums_of(products[i]) + bias, count);
+    char* output = call.output + (static_cast<int64_t>(row + i) * call.outputs + begin) * kBytes<E>;
+    store_elements<E>(output, sums_of(sums[i]) + bias, count);
   }
 }
 
@@ -162,6 +212,7 @@ void finish_rows(const LinearCall& call, int first, int count) {
   }
 }
 
+// After gather_rows, by one thread.
 template <Element E>
 void linear(const LinearCall& call, int thread, int threads) {
   const int64_t blocks = (static_cast<int64_t>(call.outputs) + 15) / 16, end = blocks * (thread + 1) / threads;

@@ -94,7 +94,7 @@ EXPORT int32_t kilburn_abi() { return kAbi; }
 // Sizes of the structures of abi.h in their order there; 0 behind the last.
 EXPORT int64_t kilburn_sizeof(int32_t structure) {
   constexpr int64_t kSizes[] = {sizeof(Layer),    sizeof(Rows),       sizeof(Strided),  sizeof(AttendCall), sizeof(WriteCall),
-                                sizeof(CopyCall), sizeof(LinearCall), sizeof(NormCall), sizeof(GateCall)};
+                                sizeof(CopyCall), sizeof(LinearCall), sizeof(NormCall), sizeof(GateCall),   sizeof(RotateCall)};
   return structure < 0 || structure >= int32_t(sizeof kSizes / sizeof *kSizes) ? 0 : kSizes[structure];
 }
 
@@ -148,9 +148,16 @@ EXPORT void kilburn_copy(const CopyCall* call) {
   });
 }
 
+EXPORT int64_t kilburn_linear_workspace(int32_t instructions, const LinearCall* call) {
+  const Kernels* kernels = kernels_of(instructions);
+  return kernels && call->element != kFloat16 ? kernels->linear_workspace(*call) : 0;
+}
+
 EXPORT int kilburn_linear(int32_t instructions, const LinearCall* call) {
   const Kernels* kernels = kernels_of(instructions);
   if (!kernels || call->element == kFloat16) return kUnsupported;
+  if (kernels->linear_workspace(*call) > call->workspace_bytes) return kWorkspaceTooSmall;
+  kernels->gather_rows(*call);
   parallel(call->threads, [&](int thread, int count) { kernels->linear(*call, thread, count); });
   return kDone;
 }
@@ -166,6 +173,13 @@ EXPORT int kilburn_silu_mul(int32_t instructions, const GateCall* call) {
   const Kernels* kernels = kernels_of(instructions);
   if (!kernels || call->element == kFloat16) return kUnsupported;
   parallel(call->threads, [&](int thread, int count) { kernels->silu_mul(*call, thread, count); });
+  return kDone;
+}
+
+EXPORT int kilburn_rotate_write(int32_t instructions, const RotateCall* call) {
+  const Kernels* kernels = kernels_of(instructions);
+  if (!kernels || call->write.layer.key_size > kMaxTurned) return kUnsupported;
+  parallel(call->write.threads, [&](int thread, int count) { kernels->rotate_write(*call, thread, count); });
   return kDone;
 }
 

@@ -7,12 +7,6 @@
 
 namespace KILBURN_ISA {
 
-template <Element E>
-ALWAYS_INLINE Lanes rounded(Lanes x) {
-  if constexpr (E == kFloat32) return x;
-  return from_bfloat16(to_bfloat16(x));
-}
-
 // ------------------------------------------------------------------------------------------------------------- RMS norm
 
 // One row: sum = input + residual, if there is one; then weight * rounded(sum / sqrt(mean of squares + epsilon)).

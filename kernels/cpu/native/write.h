@@ -52,6 +52,16 @@ ALWAYS_INLINE char* record_of(const Layer& layer, const Layout& layout, int64_t 
   return layer.base + block * layer.frame_stride + head * layout.head_bytes + int64_t(offset / layout.width) * layout.record_bytes();
 }
 
+// K and V of one row and KV head into the row's slot; K from `key`.
+template <Element E>
+ALWAYS_INLINE void write_token(const WriteCall& call, const Layout& layout, int64_t row, int head, const char* key) {
+  const Layer& layer = call.layer;
+  const int64_t slot = call.rows.write_slots[row], block = slot / layer.block_size;
+  const int offset = static_cast<int>(slot - block * layer.block_size);
+  const char* value = call.values.data + row * call.values.row_stride + head * call.values.head_stride;
+  put_token<E>(layer, layout, key, value, offset % layout.width, record_of(layer, layout, block, offset, head));
+}
+
 template <Element E>
 void write_rows(const WriteCall& call, int thread, int threads) {
   const Layer& layer = call.layer;
@@ -60,11 +70,7 @@ void write_rows(const WriteCall& call, int thread, int threads) {
   for (int64_t item = items * thread / threads; item < end; item++) {
     const int64_t row = item / layer.kv_heads;
     const int head = static_cast<int>(item - row * layer.kv_heads);
-    const int64_t slot = call.rows.write_slots[row], block = slot / layer.block_size;
-    const int offset = static_cast<int>(slot - block * layer.block_size);
-    const char* key = call.keys.data + row * call.keys.row_stride + head * call.keys.head_stride;
-    const char* value = call.values.data + row * call.values.row_stride + head * call.values.head_stride;
-    put_token<E>(layer, layout, key, value, offset % layout.width, record_of(layer, layout, block, offset, head));
+    write_token<E>(call, layout, row, head, call.keys.data + row * call.keys.row_stride + head * call.keys.head_stride);
   }
 }
 
