@@ -30,7 +30,6 @@ MAX_TURNED: Final = 1024
 
 #: As Status in native/main.cpp.
 DONE: Final = 0
-WORKSPACE_TOO_SMALL: Final = 2
 
 #: As Element in native/abi.h.
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -125,10 +124,7 @@ class LinearCall(ctypes.Structure):
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
-        ("workspace", ctypes.c_void_p),
-        ("workspace_bytes", ctypes.c_int64),
         ("input_stride", ctypes.c_int64),
-        ("weight_stride", ctypes.c_int64),
         ("element", ctypes.c_int32),
         ("rows", ctypes.c_int32),
         ("outputs", ctypes.c_int32),
@@ -214,7 +210,6 @@ class Library:
     attend: Callable[..., int]  # (instructions, call) -> status
     write: Callable[..., int]  # (instructions, call) -> status
     copy: Callable[..., None]  # (call)
-    linear_workspace: Callable[..., int]  # (instructions, call)
     linear: Callable[..., int]  # (instructions, call) -> status
     rms_norm: Callable[..., int]  # (instructions, call) -> status
     silu_mul: Callable[..., int]  # (instructions, call) -> status
@@ -291,7 +286,6 @@ def load_from(folder: Path) -> Library:
         attend=_function(releasing, "kilburn_attend", ctypes.c_int, ctypes.c_int32, attend),
         write=_function(holding, "kilburn_write", ctypes.c_int, ctypes.c_int32, write),
         copy=_function(releasing, "kilburn_copy", None, copy),
-        linear_workspace=_function(holding, "kilburn_linear_workspace", ctypes.c_int64, ctypes.c_int32, linear),
         linear=_function(holding, "kilburn_linear", ctypes.c_int, ctypes.c_int32, linear),
         rms_norm=_function(holding, "kilburn_rms_norm", ctypes.c_int, ctypes.c_int32, norm),
         silu_mul=_function(holding, "kilburn_silu_mul", ctypes.c_int, ctypes.c_int32, gate),

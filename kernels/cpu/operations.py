@@ -3,23 +3,25 @@
 Knows tensors and the library's structures; not models. All tensors of a call are of bfloat16 or of float32; sums are of float32.
 The elements of a row have to lie side by side, rows may lie any stride apart; results are new and contiguous.
 
-They are here where oneDNN, through torch, is measurably not enough: a product with few rows reads its weight at half the speed of
-the memory there, and what an operation of torch does to few rows takes less time than calling it.
+They are here where oneDNN, through torch, is measurably not enough: a product with few rows reads its weight at half the memory's
+speed there, and what an operation of torch does to few rows takes less time than calling it.
 
 Like torch's own operations, and for the sake of OpenMP, they are used by one thread of the process.
 """
 
 from ctypes import byref
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels.cpu import library
 from kernels.cpu.backend import PreparedStep
 from kernels.cpu.library import GateCall, LinearCall, NormCall, RotateCall, Strided
 
-#: The most rows for which `linear` is meant: it is right for more, and torch is faster.
+#: Rows that share each load of a weight, where there are registers for it: with more, the weight is read again from the cache.
 FEW_ROWS: Final = 8
 
 #: A parallel region costs 1 to 2 µs. Less than this is done by one thread: bytes of a weight, elements of norms and gates.
@@ -29,10 +31,54 @@ _SHARED_ELEMENTS: Final = 16 * 1024
 #: Likewise, elements of queries, keys and values: writing into a frame is slower than reading.
 _SHARED_HEADS: Final = 4 * 1024
 
-_ALIGNMENT: Final = 64
-
 #: What the library calls a dtype, and the size of an element.
 _ELEMENTS: Final = {dtype: (library.ELEMENTS[dtype], dtype.itemsize) for dtype in (torch.float32, torch.bfloat16)}
+
+
+#: Outputs that a packed weight has side by side: kBlockOutputs in native/linear.h.
+_BLOCK: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight [outputs, inner] as `linear` reads it: 32 outputs side by side for each pair of the inner dimension.
+
+    `blocks` is [outputs / 32, inner / 2, 64], rounded up, filled with zeros. The 64 are twice sixteen outputs by two of the inner
+    dimension; the two are side by side in bfloat16, where products of pairs are added at once, else apart: native/linear.h.
+    """
+
+    blocks: Tensor
+    outputs: int
+    inner: int
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Return rows of the weight, as [n, inner], for numbers [n]: for models whose head is their embedding as well."""
+        block, part, output = numbers // _BLOCK, numbers % _BLOCK // 16, numbers % 16
+        shape = self.blocks.shape[:2]
+        if self.blocks.dtype == torch.bfloat16:
+            found = self.blocks.view(*shape, 2, 16, 2)[block, :, part, output]
+        else:
+            found = self.blocks.view(*shape, 2, 2, 16)[block, :, part, :, output]
+        return found.flatten(1)[:, : self.inner]
+
+
+def pack(weight: Tensor) -> PackedWeight:
+    """Pack a weight [outputs, inner], of any strides.
+
+    Raises:
+        TypeError: it is not of bfloat16 or float32, on the CPU.
+        ValueError: it is no matrix.
+    """
+    _element(weight.dtype)
+    _check_kind(weight, weight.dtype)
+    if weight.dim() != 2:
+        raise ValueError(f"{list(weight.shape)} is not [outputs, inner]")
+    outputs, inner = weight.shape
+    whole = pad(weight, (0, inner % 2, 0, -outputs % _BLOCK))
+    blocks, pairs = whole.shape[0] // _BLOCK, whole.shape[1] // 2
+    apart = whole.reshape(blocks, 2, 16, pairs, 2)  # block, part, output, pair, half
+    ordered = apart.permute((0, 3, 1, 2, 4) if weight.dtype == torch.bfloat16 else (0, 3, 1, 4, 2))
+    return PackedWeight(ordered.reshape(blocks, pairs, 2 * _BLOCK).contiguous(), outputs, inner)
 
 
 class Operations:
@@ -53,9 +99,8 @@ class Operations:
         self._number = self._library.number(self.instructions)
         # Filled anew by each call, which takes a fraction of making them anew: on one row these microseconds are what is left.
         self._linear, self._norm, self._gate, self._rotate = LinearCall(), NormCall(), GateCall(), RotateCall()
-        self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, rows: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         """Return rows [n, inner] times weight [outputs, inner] plus bias [outputs], as [n, outputs].
 
         A row's result is the same bit for bit, whatever rows it comes with and however many threads there are.
@@ -63,22 +108,18 @@ class Operations:
         dtype = rows.dtype
         element, size = _element(dtype)
         count, inner, stride = _matrix(rows, dtype)
-        outputs, wide, weight_stride = _matrix(weight, dtype)
-        if wide != inner:
-            raise ValueError(f"a weight of {list(weight.shape)} for rows of {inner}")
-        output = rows.new_empty(count, outputs)
+        _check_kind(weight.blocks, dtype)
+        if weight.inner != inner:
+            raise ValueError(f"a weight of {[weight.outputs, weight.inner]} for rows of {inner}")
+        output = rows.new_empty(count, weight.outputs)
         call = self._linear
         call.input, call.input_stride = rows.data_ptr(), stride * size
-        call.weight, call.weight_stride = weight.data_ptr(), weight_stride * size
-        call.bias = None if bias is None else _vector(bias, dtype, outputs)
+        call.weight = weight.blocks.data_ptr()
+        call.bias = None if bias is None else _vector(bias, dtype, weight.outputs)
         call.output = output.data_ptr()
-        call.element, call.rows, call.outputs, call.inner = element, count, outputs, inner
-        call.threads = torch.get_num_threads() if outputs * inner * size >= _SHARED_WEIGHT else 1
-        status = self._library.linear(self._number, byref(call))
-        if status == library.WORKSPACE_TOO_SMALL:
-            self._grow(call)
-            status = self._library.linear(self._number, byref(call))
-        _check(status)
+        call.element, call.rows, call.outputs, call.inner = element, count, weight.outputs, inner
+        call.threads = torch.get_num_threads() if weight.outputs * inner * size >= _SHARED_WEIGHT else 1
+        _check(self._library.linear(self._number, byref(call)))
         return output
 
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -175,13 +216,6 @@ class Operations:
         call.element, call.rows, call.size, call.epsilon, call.threads = element, count, size, epsilon, _threads(count * size)
         _check(self._library.rms_norm(self._number, byref(call)))
         return output
-
-    def _grow(self, call: LinearCall) -> None:
-        """Give the call, and those that come after it, as much workspace as it needs."""
-        need = self._library.linear_workspace(self._number, byref(call))
-        self._memory = torch.empty(need + _ALIGNMENT, dtype=torch.uint8)
-        start = self._memory.data_ptr()
-        call.workspace, call.workspace_bytes = start + -start % _ALIGNMENT, need
 
 
 def _threads(elements: int) -> int:

@@ -15,8 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from kernels.cpu import library
 from kernels.cpu.backend import CpuBackend
-from kernels.cpu.operations import FEW_ROWS, Operations
+from kernels.cpu.operations import FEW_ROWS, Operations, pack
 from kernels.interface import CacheShape, KvCache, LayerShape, StepRows
+from tests.kernels.backends import need_cpu_library
 
 MISSING: Final = library.why_missing()
 INSTRUCTIONS: Final = () if MISSING else library.instructions()
@@ -28,7 +29,11 @@ ROUNDING: Final = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 #: What float32 sums may be off, relative to the sum of magnitudes. dpbf16 adds two products at once, each rounded.
 ADDING: Final = 1e-5
 
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+@pytest.fixture(autouse=True)
+def library_is_there() -> None:
+    need_cpu_library()
+
 
 examples = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -67,7 +72,7 @@ def steps_apart(left: Tensor, right: Tensor) -> int:
 
 @examples
 @given(
-    rows=st.integers(0, FEW_ROWS + 2),
+    rows=st.integers(0, 3 * FEW_ROWS),
     outputs=st.integers(0, 50),
     inner=st.integers(0, 140),
     gap=st.integers(0, 3),
@@ -91,7 +96,7 @@ def test_a_product_is_the_one_in_float64(
     left = spaced(torch.randn(rows, inner, generator=source).to(dtype), gap, offset)
     weight = spaced(torch.randn(outputs, inner, generator=source).to(dtype), gap, offset)
     bias = torch.randn(outputs, generator=source).to(dtype) if biased else None
-    found = operations.linear(left, weight, bias)
+    found = operations.linear(left, pack(weight), bias)
     assert (found.shape, found.dtype, found.is_contiguous()) == ((rows, outputs), dtype, True)
     expected = left.double() @ weight.double().T
     size = left.double().abs() @ weight.double().abs().T
@@ -108,11 +113,11 @@ def test_a_row_has_the_same_product_alone_and_in_company_on_any_threads(
     source = torch.Generator().manual_seed(inner)
     left = torch.randn(FEW_ROWS, inner, generator=source).to(dtype)
     weight = torch.randn(outputs, inner, generator=source).to(dtype)
-    whole = operations.linear(left, weight)
+    whole = operations.linear(left, pack(weight))
     for count in range(1, FEW_ROWS):
-        assert torch.equal(operations.linear(left[-count:], weight), whole[-count:])
+        assert torch.equal(operations.linear(left[-count:], pack(weight)), whole[-count:])
     torch.set_num_threads(1)
-    assert torch.equal(operations.linear(left, weight), whole)
+    assert torch.equal(operations.linear(left, pack(weight)), whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,11 +127,22 @@ def test_what_is_no_number_stays_in_its_row(operations: Operations, dtype: torch
     left = torch.ones(3, 45, dtype=dtype)
     left[1, at] = strange
     weight = torch.full((20, 45), 0.5, dtype=dtype)
-    found = operations.linear(left, weight)
+    found = operations.linear(left, pack(weight))
     assert torch.equal(found[[0, 2]], torch.full((2, 20), 22.5, dtype=dtype))
     assert torch.equal(found[1], torch.full((20,), strange, dtype=dtype)) or (strange != strange and found[1].isnan().all())
     weight[7, at] = 0.0  # infinity times nothing
-    assert operations.linear(left, weight)[1, 7].isnan()
+    assert operations.linear(left, pack(weight))[1, 7].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inner"), [(32, 8), (33, 7), (1, 1), (5, 64)])
+def test_a_packed_weight_gives_its_rows_back(dtype: torch.dtype, outputs: int, inner: int) -> None:
+    weight = torch.randn(outputs, inner).to(dtype)
+    numbers = torch.randint(0, outputs, (9,))
+    for laid_out in weight, weight.T.contiguous().T:
+        packed = pack(laid_out)
+        assert torch.equal(packed.rows(numbers), weight[numbers])
+        assert packed.blocks.shape == (-(-outputs // 32), -(-inner // 2), 64)
 
 
 # --------------------------------------------------------------------------------------------------------------- norms
@@ -357,14 +373,15 @@ def test_angles_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "reason"),
     [
-        (lambda o: o.linear(torch.ones(2, 8).half(), torch.ones(3, 8).half()), TypeError, "bfloat16 or float32 is wanted"),
-        (lambda o: o.linear(torch.ones(2, 8), torch.ones(3, 8).bfloat16()), TypeError, "bfloat16 beside torch.float32"),
-        (lambda o: o.linear(torch.ones(2, 8), torch.ones(3, 8, device="meta")), TypeError, "lies on meta, not on the CPU"),
-        (lambda o: o.linear(torch.ones(2, 8), torch.ones(3, 9)), ValueError, r"a weight of \[3, 9\] for rows of 8"),
-        (lambda o: o.linear(torch.ones(2, 8), torch.ones(8)), ValueError, r"\[8\] is not \[n, size\]"),
-        (lambda o: o.linear(torch.ones(2, 8), torch.ones(3, 8), torch.ones(2)), ValueError, r"\[2\] is not \[3\]"),
-        (lambda o: o.linear(torch.ones(2, 8), torch.ones(8, 3).T), ValueError, "do not lie side by side"),
-        (lambda o: o.linear(torch.ones(8), torch.ones(3, 8)), ValueError, r"\[8\] is not \[n, size\]"),
+        (lambda o: pack(torch.ones(3, 8).half()), TypeError, "bfloat16 or float32 is wanted"),
+        (lambda o: pack(torch.ones(3, 8, device="meta")), TypeError, "lies on meta, not on the CPU"),
+        (lambda o: pack(torch.ones(8)), ValueError, r"\[8\] is not \[outputs, inner\]"),
+        (lambda o: o.linear(torch.ones(2, 8).half(), pack(torch.ones(3, 8))), TypeError, "bfloat16 or float32 is wanted"),
+        (lambda o: o.linear(torch.ones(2, 8), pack(torch.ones(3, 8).bfloat16())), TypeError, "bfloat16 beside torch.float32"),
+        (lambda o: o.linear(torch.ones(2, 8), pack(torch.ones(3, 9))), ValueError, r"a weight of \[3, 9\] for rows of 8"),
+        (lambda o: o.linear(torch.ones(2, 8), pack(torch.ones(3, 8)), torch.ones(2)), ValueError, r"\[2\] is not \[3\]"),
+        (lambda o: o.linear(torch.ones(8, 2).T, pack(torch.ones(3, 8))), ValueError, "do not lie side by side"),
+        (lambda o: o.linear(torch.ones(8), pack(torch.ones(3, 8))), ValueError, r"\[8\] is not \[n, size\]"),
         (lambda o: o.rms_norm(torch.ones(2, 8), torch.ones(9), 1e-5), ValueError, r"\[9\] is not \[8\]"),
         (lambda o: o.rms_norm(torch.ones(2, 8), torch.ones(16)[::2], 1e-5), ValueError, "do not lie side by side"),
         (lambda o: o.rms_norm(torch.ones(2, 16)[:, ::2], torch.ones(8), 1e-5), ValueError, "do not lie side by side"),

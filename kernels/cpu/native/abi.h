@@ -81,13 +81,10 @@ struct CopyCall {
 // output[row] = weight input[row] + bias.
 struct LinearCall {
   const char* input;   // [rows, inner]
-  const char* weight;  // [outputs, inner]
+  const char* weight;  // [outputs / 32, inner / 2] pairs of steps, rounded up: see linear.h
   const char* bias;    // [outputs], or null
   char* output;        // [rows, outputs]
-  char* workspace;     // kilburn_linear_workspace(call) bytes, aligned to 64
-  int64_t workspace_bytes;
   int64_t input_stride;
-  int64_t weight_stride;
   int32_t element;
   int32_t rows;
   int32_t outputs;
@@ -146,8 +143,6 @@ struct Kernels {
   void (*attend)(const AttendCall&, int thread, int threads);
   void (*merge)(const AttendCall&, int threads);  // after `attend`, by one thread
   void (*write)(const WriteCall&, int thread, int threads);
-  int64_t (*linear_workspace)(const LinearCall&);
-  void (*gather_rows)(const LinearCall&);  // before `linear`, by one thread
   void (*linear)(const LinearCall&, int thread, int threads);
   void (*rms_norm)(const NormCall&, int thread, int threads);
   void (*silu_mul)(const GateCall&, int thread, int threads);

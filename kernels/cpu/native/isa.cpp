@@ -39,14 +39,6 @@ void write_any(const WriteCall& call, int thread, int threads) {
   }
 }
 
-int64_t linear_workspace_any(const LinearCall& call) {
-  return call.element == kFloat32 ? linear_workspace<kFloat32>(call) : linear_workspace<kBfloat16>(call);
-}
-
-void gather_rows_any(const LinearCall& call) {
-  call.element == kFloat32 ? gather_rows<kFloat32>(call) : gather_rows<kBfloat16>(call);
-}
-
 void linear_any(const LinearCall& call, int thread, int threads) {
   call.element == kFloat32 ? linear<kFloat32>(call, thread, threads) : linear<kBfloat16>(call, thread, threads);
 }
@@ -71,9 +63,7 @@ void rotate_write_any(const RotateCall& call, int thread, int threads) {
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    workspace_any,   attend_any, merge_any,    write_any,    linear_workspace_any,
-    gather_rows_any, linear_any, rms_norm_any, silu_mul_any, rotate_write_any,
-    read,
+    workspace_any, attend_any, merge_any, write_any, linear_any, rms_norm_any, silu_mul_any, rotate_write_any, read,
 };
 
 }  // namespace KILBURN_ISA

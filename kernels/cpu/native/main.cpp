@@ -148,16 +148,9 @@ EXPORT void kilburn_copy(const CopyCall* call) {
   });
 }
 
-EXPORT int64_t kilburn_linear_workspace(int32_t instructions, const LinearCall* call) {
-  const Kernels* kernels = kernels_of(instructions);
-  return kernels && call->element != kFloat16 ? kernels->linear_workspace(*call) : 0;
-}
-
 EXPORT int kilburn_linear(int32_t instructions, const LinearCall* call) {
   const Kernels* kernels = kernels_of(instructions);
   if (!kernels || call->element == kFloat16) return kUnsupported;
-  if (kernels->linear_workspace(*call) > call->workspace_bytes) return kWorkspaceTooSmall;
-  kernels->gather_rows(*call);
   parallel(call->threads, [&](int thread, int count) { kernels->linear(*call, thread, count); });
   return kDone;
 }
