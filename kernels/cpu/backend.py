@@ -38,6 +38,7 @@ class PreparedStep:
     attend: AttendCall
     write: WriteCall
     keep: tuple[object, ...]
+    workspace: Tensor  # what `attend` points to; the backend may have a larger one by now
     sinks: dict[int, Tensor] = field(default_factory=dict)  # of each layer that has some, as float32
 
 
@@ -57,7 +58,10 @@ class CpuBackend:
         self._library = library.load()
         self.instructions = self._library.choose(instructions)
         self._number = self._library.number(self.instructions)
-        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._workspace = torch.empty(_ALIGNMENT, dtype=torch.uint8)  # grown by the first calls that need more
+        self._known: tuple[tuple[int, tuple[int, ...], CacheShape], list[Layer]] | None = (
+            None  # the last pool's layers, by its place
+        )
 
     def layout(self, shape: CacheShape) -> FrameLayout:
         """Return the frame's size: K and V of all layers, sizes padded as native/layout.h says."""
@@ -66,11 +70,10 @@ class CpuBackend:
     def prepare(self, cache: KvCache, rows: StepRows) -> PreparedStep:
         """Put the step's lengths where the library can read them."""
         _check_rows(cache, rows)
-        layers, offset = [], 0
-        for layer in cache.shape.layers:
-            layers.append(_layer(layer, cache.shape, cache.frames.data_ptr() + offset, cache.frames.stride(0)))
-            offset += self._elements(layer, cache.shape) * cache.shape.dtype.itemsize
-        assert offset == cache.frames.shape[1] * cache.shape.dtype.itemsize, "the frames are not of this layout"
+        place = (cache.frames.data_ptr(), tuple(cache.frames.shape), cache.shape)
+        if self._known is None or self._known[0] != place:
+            self._known = place, self._find_layers(cache)
+        layers = self._known[1]
         lengths = np.array([rows.query_lengths, rows.context_lengths], dtype=np.int32)
         tables, slots = rows.tables.contiguous(), rows.write_slots.contiguous()
         native = Rows(
@@ -84,13 +87,16 @@ class CpuBackend:
             rows=slots.shape[0],
         )
         threads = torch.get_num_threads()
+        attend = AttendCall(rows=native, threads=threads)
+        _give_workspace(attend, self._workspace)
         return PreparedStep(
             cache=cache,
             rows=slots.shape[0],
             layers=layers,
-            attend=AttendCall(rows=native, threads=threads),
+            attend=attend,
             write=WriteCall(rows=native, threads=threads),
             keep=(lengths, tables, slots),
+            workspace=self._workspace,
         )
 
     def write_kv(self, prepared: PreparedStep, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -101,29 +107,34 @@ class CpuBackend:
         assert values.shape == (prepared.rows, shape.kv_heads, shape.value_size)
         call = prepared.write
         call.layer = prepared.layers[layer]
-        call.keys, call.values = _strided(keys), _strided(values)
+        _put(call.keys, keys)
+        _put(call.values, values)
         call.threads = prepared.attend.threads if prepared.rows * shape.token_elements >= _SHARED_WRITE else 1
-        self._check(self._library.write(self._number, ctypes.byref(call)))
+        _check(self._library.write(self._number, ctypes.byref(call)))
 
     def paged_attention(self, prepared: PreparedStep, layer: int, queries: Tensor, rule: AttentionRule) -> Tensor:
         """Attend; queries of another dtype than the pool's are rounded to it."""
         shape, dtype = prepared.cache.shape.layers[layer], prepared.cache.shape.dtype
-        own = _readable(queries, dtype)
+        own = queries if queries.dtype is dtype and queries.stride(-1) == 1 else _readable(queries, dtype)
         rows, q_heads, size = own.shape
         assert (rows, size) == (prepared.rows, shape.key_size)
         assert q_heads % shape.kv_heads == 0
         output = torch.empty(rows, q_heads, shape.value_size, dtype=dtype)
         call = prepared.attend
-        call.layer, call.queries, call.output = prepared.layers[layer], _strided(own), output.data_ptr()
+        call.layer, call.output = prepared.layers[layer], output.data_ptr()
+        _put(call.queries, own)
         call.q_heads, call.scale, call.softcap, call.window = q_heads, rule.scale, rule.softcap or 0.0, rule.window or 0
         call.sinks = None
         if rule.sinks is not None:
             sinks = prepared.sinks[layer] = rule.sinks.to("cpu", torch.float32).contiguous()
             assert sinks.shape == (q_heads,)
             call.sinks = sinks.data_ptr()
-        self._give_workspace(call)
-        self._check(self._library.attend(self._number, ctypes.byref(call)))
-        return output.to(queries.dtype)
+        status = self._library.attend(self._number, ctypes.byref(call))
+        if status == library.WORKSPACE_TOO_SMALL:
+            self._grow_workspace(prepared)
+            status = self._library.attend(self._number, ctypes.byref(call))
+        _check(status)
+        return output if queries.dtype is dtype else output.to(queries.dtype)
 
     def copy_blocks(self, cache: KvCache, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole frames."""
@@ -152,19 +163,30 @@ class CpuBackend:
         )
         self._library.copy(ctypes.byref(call))
 
+    def _find_layers(self, cache: KvCache) -> list[Layer]:
+        """Find out where each layer's part of the first frame lies."""
+        layers, offset = [], 0
+        for layer in cache.shape.layers:
+            layers.append(_layer(layer, cache.shape, cache.frames.data_ptr() + offset, cache.frames.stride(0)))
+            offset += self._elements(layer, cache.shape) * cache.shape.dtype.itemsize
+        assert offset == cache.frames.shape[1] * cache.shape.dtype.itemsize, "the frames are not of this layout"
+        return layers
+
     def _elements(self, layer: LayerShape, shape: CacheShape) -> int:
         return self._library.layer_elements(ctypes.byref(_layer(layer, shape, 0, 0)))
 
-    def _give_workspace(self, call: AttendCall) -> None:
-        need = self._library.attend_workspace(self._number, ctypes.byref(call)) + _ALIGNMENT
+    def _grow_workspace(self, prepared: PreparedStep) -> None:
+        need = self._library.attend_workspace(self._number, ctypes.byref(prepared.attend)) + _ALIGNMENT
         if need > self._workspace.shape[0]:
             self._workspace = torch.empty(need, dtype=torch.uint8)
-        start = self._workspace.data_ptr()
-        call.workspace = start + -start % _ALIGNMENT
-        call.workspace_bytes = self._workspace.shape[0] - -start % _ALIGNMENT
+        prepared.workspace = self._workspace
+        _give_workspace(prepared.attend, self._workspace)
 
-    def _check(self, status: int) -> None:
-        assert status == 0, f"the library refused the call: status {status}"
+
+def _give_workspace(call: AttendCall, workspace: Tensor) -> None:
+    start = workspace.data_ptr()
+    call.workspace = start + -start % _ALIGNMENT
+    call.workspace_bytes = workspace.shape[0] - -start % _ALIGNMENT
 
 
 def _layer(layer: LayerShape, shape: CacheShape, base: int, stride: int) -> Layer:
@@ -185,9 +207,15 @@ def _readable(states: Tensor, dtype: torch.dtype) -> Tensor:
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
-def _strided(states: Tensor) -> Strided:
-    size = states.element_size()
-    return Strided(states.data_ptr(), states.stride(0) * size, states.stride(1) * size)
+def _put(to: Strided, states: Tensor) -> None:
+    """Note where [rows, heads, size] lie."""
+    row, head, _ = states.stride()
+    size = states.dtype.itemsize
+    to.data, to.row_stride, to.head_stride = states.data_ptr(), row * size, head * size
+
+
+def _check(status: int) -> None:
+    assert status == library.DONE, f"the library refused the call: status {status}"
 
 
 def _check_rows(cache: KvCache, rows: StepRows) -> None:

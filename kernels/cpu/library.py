@@ -30,6 +30,7 @@ MAX_TURNED: Final = 1024
 
 #: As Status in native/main.cpp.
 DONE: Final = 0
+WORKSPACE_TOO_SMALL: Final = 2
 
 #: As Element in native/abi.h.
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
