@@ -115,6 +115,8 @@ def ready(config: ExecutorConfig, incarnation: int, progress: Progress, log: Log
             dtype=info.dtype,
             device=info.device,
             attention=info.attention_backend,
+            instructions=choice.instructions or None,
+            threads=torch.get_num_threads(),
             context=info.context_length,
             context_set_by=model.context.set_by if info.context_length == model.context.tokens else "the pool",
             blocks=info.total_blocks,

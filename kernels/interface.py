@@ -48,7 +48,7 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class FrameLayout:
-    """How a backend lays a frame out. `name` changes whenever the meaning of a frame's bytes does."""
+    """How a backend lays a frame out. `name` changes whenever the meaning of a frame's bytes does, for the same shape and dtype."""
 
     name: str
     elements: int  # of the cache's dtype

@@ -1,11 +1,14 @@
 """Backends by name. Knows which exist and on which devices they work; imports one only when it is asked for."""
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from kernels.interface import AttentionBackend
+
+if TYPE_CHECKING:
+    from kernels.cpu.backend import CpuBackend
 
 NAMES: Final = ("auto", "triton", "cpu", "reference")
 
@@ -19,10 +22,11 @@ class BackendError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A backend, and why attention is slower than it could be on this device: one line; empty where it is not."""
+    """A backend; why attention is slower than it could be on this device, one line, empty where it is not; its instruction set."""
 
     backend: AttentionBackend[Any]
     why_slower: str = ""
+    instructions: str = ""  # of a CPU's
 
 
 def choose(name: str, device: torch.device) -> Choice:
@@ -33,7 +37,7 @@ def choose(name: str, device: torch.device) -> Choice:
     """
     if name != "auto":
         if device.type != _WORKS_ON.get(name, device.type):
-            raise BackendError(f"--attention {name} works on {_WORKS_ON[name]}, and --device is {device}")
+            raise BackendError(f"--attention {name} works on {_WORKS_ON[name]}, and the device is {device}")
         return _chosen(name)
     best = "triton" if device.type == "cuda" else "cpu"
     try:
@@ -60,31 +64,31 @@ def create(name: str) -> AttentionBackend[Any]:
 
 
 def _chosen(name: str) -> Choice:
-    backend = create(name)
-    if name == "cpu":
-        from kernels.cpu.library import load
+    if name != "cpu":
+        return Choice(create(name))
+    backend = _cpu()
+    from kernels.cpu.library import load
 
-        why = load().why_one_thread
-        return Choice(backend, f"the native kernels have one thread only: {why}" if why else "")
-    return Choice(backend)
+    why = load().why_one_thread
+    return Choice(backend, f"the native kernels have one thread only: {why}" if why else "", backend.instructions)
 
 
 def _triton() -> AttentionBackend[Any]:
     try:
         import triton  # noqa: F401 - comes with torch for CUDA
     except ImportError as error:
-        raise BackendError(f"--attention triton can't be used: {error}; install torch for CUDA") from error
+        raise BackendError(f"the Triton kernels can't be used: {error}; install torch for CUDA") from error
     from kernels.triton.backend import TritonBackend
 
     return TritonBackend()
 
 
-def _cpu() -> AttentionBackend[Any]:
+def _cpu() -> "CpuBackend":
     from kernels.cpu.library import why_missing
 
     why = why_missing()
     if why:
-        raise BackendError(f"--attention cpu can't be used: {why}")
+        raise BackendError(f"the native kernels for CPUs can't be used: {why}")
     from kernels.cpu.backend import CpuBackend
 
     return CpuBackend()

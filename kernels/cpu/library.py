@@ -303,9 +303,9 @@ def _checked(folder: Path) -> Path:
     except (OSError, UnicodeDecodeError):
         made_of = ""
     if not made_of or not path.exists():
-        raise LibraryError("it was not compiled: a C++ compiler has to be there at the installation; see `make compile`")
+        raise LibraryError("they were not compiled: a C++ compiler has to be there at the installation; see `make compile`")
     if build.has_sources() and build.digest() != made_of:
-        raise LibraryError("its sources have changed since it was compiled: run `make compile`")
+        raise LibraryError("their sources have changed since they were compiled: run `make compile`")
     return path
 
 

@@ -8,6 +8,8 @@ On a CPU it works in Triton's interpreter only (TRITON_INTERPRET=1 before Triton
 a GPU, and far too slow for anything else.
 """
 
+import os
+import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -75,7 +77,11 @@ class TritonBackend:
             BackendError: there is no GPU, and the kernels are not interpreted.
         """
         if not torch.cuda.is_available() and not INTERPRETED.value:
-            raise BackendError("--attention triton can't be used: torch finds no NVIDIA GPU; see nvidia-smi, or use another")
+            raise BackendError("the Triton kernels can't be used: torch finds no NVIDIA GPU; see nvidia-smi")
+        if not INTERPRETED.value and not _compiler():
+            raise BackendError(
+                "the Triton kernels can't be used: Triton needs a C compiler to launch them; install gcc, or set CC"
+            )
 
     def layout(self, shape: CacheShape) -> FrameLayout:
         """Return the frame's size: exactly K and V of all layers, of a layer one KV head after the other, K before V.
@@ -165,6 +171,11 @@ def _to_device(numbers: list[int], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def _compiler() -> bool:
+    """Tell whether Triton will find the C compiler that it makes its launchers with."""
+    return bool(os.environ.get("CC")) or any(shutil.which(name) for name in ("clang", "gcc", "cc"))
 
 
 def _runs(moves: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:

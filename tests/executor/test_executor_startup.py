@@ -32,11 +32,11 @@ def test_auto_is_the_native_one_on_a_cpu(tmp_path: Path) -> None:
 def test_without_its_library_the_reference_takes_over_and_the_log_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "why_missing", lambda: "it was not compiled: run `make compile`")
+    monkeypatch.setattr(library, "why_missing", lambda: "they were not compiled: run `make compile`")
     name, [(event, reason)] = started(tmp_path)
     assert name == "reference"
     assert event == "attention is slower than it could be"
     assert reason == (
-        "--attention cpu can't be used: it was not compiled: run `make compile`; "
+        "the native kernels for CPUs can't be used: they were not compiled: run `make compile`; "
         "until then attention is plain torch, several times slower"
     )

@@ -87,7 +87,7 @@ def test_an_installation_goes_on_without(tmp_path: Path) -> None:
         "attention on the CPU will be plain torch, several times slower: there is no C++ compiler: false --version fails"
     )
     why = asked("from kernels.cpu import library; print(library.why_missing())", tree)
-    assert why.startswith("it was not compiled: a C++ compiler has to be there")
+    assert why.startswith("they were not compiled: a C++ compiler has to be there")
 
 
 def test_a_part_that_there_is_not_is_refused() -> None:
@@ -222,7 +222,7 @@ def test_the_best_instruction_set_is_chosen_and_no_unknown_one() -> None:
 
 def test_one_without_a_stamp_is_refused(tmp_path: Path, made: Path) -> None:
     shutil.copy(made / build.LIBRARY, tmp_path)
-    with pytest.raises(library.LibraryError, match="it was not compiled"):
+    with pytest.raises(library.LibraryError, match="they were not compiled"):
         library.load_from(tmp_path)
 
 
@@ -234,7 +234,7 @@ def test_one_of_other_sources_is_refused(tmp_path: Path, made: Path) -> None:
     assert asked(code, tree) == ""
     with (tree / "kernels/cpu/native/abi.h").open("a") as source:
         source.write("// another line\n")
-    assert asked(code, tree) == "its sources have changed since it was compiled: run `make compile`"
+    assert asked(code, tree) == "their sources have changed since they were compiled: run `make compile`"
     shutil.rmtree(tree / "kernels/cpu/native")  # an installation without sources believes the library
     assert asked(code, tree) == ""
 

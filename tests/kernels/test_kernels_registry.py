@@ -34,18 +34,20 @@ def test_each_kind_of_device_has_its_own(name: str, device: torch.device) -> Non
 
 @pytest.mark.parametrize(("name", "device"), [("cpu", CUDA), ("triton", CPU)])
 def test_a_backend_is_refused_on_a_device_that_it_does_not_work_on(name: str, device: torch.device) -> None:
-    with pytest.raises(BackendError, match=f"--attention {name} works on c[a-z]+, and --device is {device}"):
+    with pytest.raises(BackendError, match=f"--attention {name} works on c[a-z]+, and the device is {device}"):
         choose(name, device)
 
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "why_missing", lambda: "it was not compiled: run `make compile`")
+    monkeypatch.setattr(library, "why_missing", lambda: "they were not compiled: run `make compile`")
 
 
 @pytest.mark.usefixtures("no_library")
 def test_without_its_library_cpu_is_refused_by_name() -> None:
-    with pytest.raises(BackendError, match=r"^--attention cpu can't be used: it was not compiled: run `make compile`$"):
+    with pytest.raises(
+        BackendError, match=r"^the native kernels for CPUs can't be used: they were not compiled: run `make compile`$"
+    ):
         choose("cpu", CPU)
 
 
@@ -53,7 +55,9 @@ def test_without_its_library_cpu_is_refused_by_name() -> None:
 def test_without_its_library_auto_takes_the_reference_and_says_why() -> None:
     choice = choose("auto", CPU)
     assert choice.backend.name == "reference"
-    assert choice.why_slower.startswith("--attention cpu can't be used: it was not compiled: run `make compile`; until then")
+    assert choice.why_slower.startswith(
+        "the native kernels for CPUs can't be used: they were not compiled: run `make compile`; until then"
+    )
 
 
 def test_without_openmp_the_cpus_is_taken_and_says_that_it_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,11 +71,11 @@ def test_without_openmp_the_cpus_is_taken_and_says_that_it_has_one_thread(monkey
 
 def test_without_triton_auto_takes_the_reference_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(BackendError, match=r"--attention triton can't be used: .*; install torch for CUDA"):
+    with pytest.raises(BackendError, match=r"the Triton kernels can't be used: .*; install torch for CUDA"):
         choose("triton", CUDA)
     choice = choose("auto", CUDA)
     assert choice.backend.name == "reference"
-    assert "--attention triton can't be used" in choice.why_slower
+    assert "the Triton kernels can't be used" in choice.why_slower
 
 
 def test_a_name_that_nobody_knows() -> None:

@@ -215,7 +215,7 @@ cache = KvCache(CacheShape((LayerShape(1, 16, 16),), 16, torch.float32), torch.z
 tell(lambda: backend.copy_blocks(cache, [(0, 1)]))
 """
     assert outside(code).splitlines() == [
-        "--attention triton can't be used: torch finds no NVIDIA GPU; see nvidia-smi, or use another",
+        "the Triton kernels can't be used: torch finds no NVIDIA GPU; see nvidia-smi",
         "--attention triton: the cache is on cpu; Triton's kernels need an NVIDIA GPU",
     ]
 

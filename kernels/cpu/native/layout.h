@@ -7,11 +7,11 @@
 //
 // so that one load of K has 16 tokens in its lanes and one load of V has 16 dimensions: neither needs sums across lanes.
 // Inside a step bfloat16 has the members of a pair side by side ([16][2], what dot products of pairs read), the others apart ([2][16]).
-// Sizes are padded: K to even, V to a multiple of 16. The padding is written as zeros.
+// Sizes are padded: K to even, V to a multiple of 16. The padding is written as zeros. Most models' sizes need none.
 //
 // A block is one *record* after another, K, then V. A record is a sub-tile where the block size is a multiple of 16; else it is made in
-// the same way of as many tokens as a power of two divides the block size (its *width*, of 24 tokens 8), and a frame is no larger than
-// its tokens. The kernels put such K together to sub-tiles; V can stay where it is, unless the width is 1.
+// the same way of as many tokens as a power of two divides the block size (its *width*, of 24 tokens 8), so that no frame holds
+// slots for more tokens than its block has. The kernels put such K together to sub-tiles; V can stay where it is, unless the width is 1.
 #pragma once
 
 #include "abi.h"
