@@ -25,6 +25,9 @@ _SHARED_WRITE: Final = 2048
 #: Fewer bytes than this are copied by one thread.
 _SHARED_COPY: Final = 128 * 1024
 
+#: No context is longer; a longer window would lose its upper bits on its way into the structure.
+_MAX_WINDOW: Final = 2**31 - 1
+
 _ALIGNMENT: Final = 64
 
 
@@ -103,6 +106,8 @@ class CpuBackend:
         """Store each row in its slot."""
         shape, dtype = prepared.cache.shape.layers[layer], prepared.cache.shape.dtype
         keys, values = _readable(keys, dtype), _readable(values, dtype)
+        assert keys.is_cpu
+        assert values.is_cpu
         assert keys.shape == (prepared.rows, shape.kv_heads, shape.key_size)
         assert values.shape == (prepared.rows, shape.kv_heads, shape.value_size)
         call = prepared.write
@@ -117,13 +122,16 @@ class CpuBackend:
         shape, dtype = prepared.cache.shape.layers[layer], prepared.cache.shape.dtype
         own = queries if queries.dtype is dtype and queries.stride(-1) == 1 else _readable(queries, dtype)
         rows, q_heads, size = own.shape
+        assert own.is_cpu
         assert (rows, size) == (prepared.rows, shape.key_size)
+        assert q_heads > 0
         assert q_heads % shape.kv_heads == 0
         output = torch.empty(rows, q_heads, shape.value_size, dtype=dtype)
         call = prepared.attend
         call.layer, call.output = prepared.layers[layer], output.data_ptr()
         _put(call.queries, own)
-        call.q_heads, call.scale, call.softcap, call.window = q_heads, rule.scale, rule.softcap or 0.0, rule.window or 0
+        call.q_heads, call.scale, call.softcap = q_heads, rule.scale, rule.softcap or 0.0
+        call.window = min(rule.window or 0, _MAX_WINDOW)
         call.sinks = None
         if rule.sinks is not None:
             sinks = prepared.sinks[layer] = rule.sinks.to("cpu", torch.float32).contiguous()
@@ -146,7 +154,11 @@ class CpuBackend:
             return
         assert source.shape[1] == destination.shape[1]
         assert source.dtype == destination.dtype
+        assert source.is_cpu
+        assert destination.is_cpu
+        assert source.stride(1) == destination.stride(1) == 1
         pairs = np.array(moves, dtype=np.int64)
+        assert pairs.shape == (len(moves), 2)
         assert pairs.min() >= 0
         assert pairs[:, 0].max() < source.shape[0]
         assert pairs[:, 1].max() < destination.shape[0]
@@ -190,6 +202,7 @@ def _give_workspace(call: AttendCall, workspace: Tensor) -> None:
 
 
 def _layer(layer: LayerShape, shape: CacheShape, base: int, stride: int) -> Layer:
+    assert shape.block_size > 0
     return Layer(
         base=base,
         frame_stride=stride * shape.dtype.itemsize,
@@ -225,7 +238,9 @@ def _check_rows(cache: KvCache, rows: StepRows) -> None:
     assert cache.frames.dtype == cache.shape.dtype
     assert len(rows.context_lengths) == sequences == rows.tables.shape[0]
     assert 0 <= rows.decodes <= sequences
+    assert rows.tables.is_cpu
     assert rows.tables.dtype == torch.int32
+    assert rows.write_slots.is_cpu
     assert rows.write_slots.dtype == torch.int64
     assert sum(rows.query_lengths) == rows.write_slots.shape[0]
     assert max(rows.context_lengths, default=0) <= rows.tables.shape[1] * cache.shape.block_size

@@ -12,6 +12,7 @@ Python thread is busy. So calls that end well within that keep it (PyDLL); atten
 
 import ctypes
 import os
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -34,6 +35,9 @@ WORKSPACE_TOO_SMALL: Final = 2
 
 #: As Element in native/abi.h.
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+#: Of an ELF64 file's first 64 bytes: where its table of sections lies, the size of an entry, and how many there are.
+_ELF_HEADER: Final = struct.Struct("<40xQ10xHH2x")
 
 _MAPS: Final = Path("/proc/self/maps")
 
@@ -266,6 +270,8 @@ def load_from(folder: Path) -> Library:
     """
     path = _checked(folder)
     try:
+        if not _is_whole(path):
+            raise LibraryError(f"{path} is cut short: run `make compile`")
         releasing, holding = ctypes.CDLL(os.fspath(path)), ctypes.PyDLL(os.fspath(path))
     except OSError as error:
         raise LibraryError(f"{path} can't be loaded: {error}") from None
@@ -309,9 +315,26 @@ def _checked(folder: Path) -> Path:
     return path
 
 
+def _is_whole(path: Path) -> bool:
+    """Tell whether an ELF file reaches to the end of its table of sections, which linkers put last.
+
+    Loading half a file ends the process by a signal. What is no ELF file at all the loader refuses itself.
+    """
+    with path.open("rb") as file:
+        header = file.read(_ELF_HEADER.size)
+        end = file.seek(0, os.SEEK_END)
+    if len(header) < _ELF_HEADER.size or not header.startswith(b"\x7fELF"):
+        return True
+    table, size, count = _ELF_HEADER.unpack(header)
+    return bool(table + size * count <= end)
+
+
 def _check_abi(library: ctypes.CDLL, path: Path) -> None:
     """Compare what must be alike here and there: the number, and the size of each structure."""
-    number = _function(library, "kilburn_abi", ctypes.c_int32)()
+    try:
+        number = _function(library, "kilburn_abi", ctypes.c_int32)()
+    except AttributeError:
+        raise LibraryError(f"{path} is some other library: run `make compile`") from None
     if number != ABI:
         raise LibraryError(f"{path} speaks version {number}, this package {ABI}: run `make compile`")
     size = _function(library, "kilburn_sizeof", ctypes.c_int64, ctypes.c_int32)
@@ -359,5 +382,6 @@ def _mapped(address: int) -> Path | None:
 
 def _maps() -> list[list[str]]:
     """Return the lines of the process's maps that have a file: a range of addresses first, the file last."""
-    lines = [line.split(maxsplit=5) for line in _MAPS.read_text(encoding="utf-8").splitlines()]
+    text = os.fsdecode(_MAPS.read_bytes())  # names of files are bytes, not always UTF-8
+    lines = [line.split(maxsplit=5) for line in text.split("\n")]
     return [line for line in lines if len(line) == 6 and line[-1].startswith("/")]

@@ -65,6 +65,13 @@ def test_windows_caps_and_sinks(subject: Subject, window: int | None, softcap: f
     check(subject.backend, case, subject.device)
 
 
+@every_fast_backend
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31, 2**32 + 1])
+def test_a_window_longer_than_any_context_is_none(subject: Subject, window: int) -> None:
+    case = Case((Sequence(70, 1), Sequence(13, 6)), (LayerShape(2, 8, 8),), window=window)
+    check(subject.backend, case, subject.device)
+
+
 @every_backend
 @pytest.mark.parametrize("offset", [-200.0, 200.0])
 def test_scores_that_only_a_peak_subtracted_can_take(subject: Subject, offset: float) -> None:

@@ -71,6 +71,13 @@ def test_without_a_compiler_it_says_which_it_looked_for(
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.parametrize("compiler", ["c++ 'unfinished", '"'])
+def test_a_compiler_that_is_no_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(build.BuildError, match=f"CXX is {re.escape(repr(compiler))}, which is no command"):
+        build.build(tmp_path / "made")
+
+
 def test_another_machine_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.raises(build.BuildError, match="for x86-64 under Linux, and this is aarch64 under Linux"):
@@ -109,6 +116,21 @@ def test_what_is_there_already_is_not_compiled_again(made: Path) -> None:
     build.build(made, ("-Werror",))
     assert (made / build.LIBRARY).stat().st_mtime_ns == before
     assert (made / build.STAMP).stat().st_mtime > 0  # or make would try again each time
+
+
+def test_it_may_be_there_in_a_tree_of_somebody_else(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert build.build(made, ("-Werror",)) == made / build.LIBRARY
+
+
+def test_a_compiler_for_a_newer_machine_does_not_get_its_way() -> None:
+    command = [*CXX.split(), "-march=x86-64-v3", *build._FLAGS, "-dM", "-E", "-x", "c++", os.devnull]
+    macros = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "__SSE2__" in macros
+    assert "__AVX" not in macros
 
 
 def test_build_imports_neither_torch_nor_ours() -> None:
@@ -258,6 +280,30 @@ def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
     (tmp_path / build.STAMP).write_text(build.digest() + "\n")
     with pytest.raises(library.LibraryError, match="can't be loaded"):
         library.load_from(tmp_path)
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.99, 0.9999])
+def test_one_that_is_cut_short_is_refused(tmp_path: Path, made: Path, part: float) -> None:
+    data = (made / build.LIBRARY).read_bytes()
+    (tmp_path / build.LIBRARY).write_bytes(data[: int(part * len(data))])
+    shutil.copy(made / build.STAMP, tmp_path)
+    with pytest.raises(library.LibraryError, match="is cut short: run `make compile`"):
+        library.load_from(tmp_path)
+
+
+def test_some_other_library_is_refused(tmp_path: Path) -> None:
+    small_library(tmp_path, "int somebody_else() { return 1; }")
+    with pytest.raises(library.LibraryError, match="is some other library"):
+        library.load_from(tmp_path)
+
+
+@pytest.mark.processes
+def test_it_loads_from_a_folder_whose_name_is_not_utf8(tmp_path: Path, made: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"l\xe9")
+    shutil.copytree(made, folder)
+    load = f"load_from(Path({str(folder)!r}))"
+    code = f"from pathlib import Path; from kernels.cpu.library import load_from; print({load}.why_one_thread)"
+    assert asked(code) == ""
 
 
 # -------------------------------------------------------------------------------------------------------------- its threads
