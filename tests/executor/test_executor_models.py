@@ -37,7 +37,7 @@ FAMILIES: list[tuple[str, dict[str, object]]] = [
     ("Qwen2", {}),
     ("Qwen3", {"head_dim": 16}),
     ("Mistral", {"sliding_window": 6}),
-    ("Gemma2", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8}),
+    ("Gemma2", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0}),
     ("GPT2", {"num_key_value_heads": 4, "n_positions": 128}),
     ("StableLm", {}),
     ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
