@@ -82,7 +82,9 @@ def test_a_cached_prefix_is_shared_and_a_copy_is_a_clone(llama: LoadedModel, bac
     result = rig.run(
         opens=[SlotOpen(slot=1, sampling=sampling())],
         copies=[(table[2], 150)],
-        chunks=[Chunk(slot=1, start=8, token_ids=prompt[8:10], new_blocks=[table[0], table[1], 150])],
+        chunks=[
+            Chunk(slot=1, start=9, token_ids=prompt[9:10], new_blocks=[table[0], table[1], 150])
+        ],  # its ninth token is copied
         samples=[(0, 1, 0)],
     )
     tokens = list(result.token_ids)
