@@ -1,129 +1,17 @@
-"""Steps made by hand, through every part of the executor, against transformers' own generation in float32."""
+"""Steps made by hand, through every part of the executor: who waited, shares, was preempted or is NaN, by each way to attend."""
 
-import itertools
-import math
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from executor.batch import Limits, Slots
 from executor.errors import PlanError
-from executor.loader import LoadedModel, load
-from executor.pool import HEADER_VERSION, PoolSpec, device_pool
-from executor.progress import Progress
-from executor.runner import Runner
-from kernels.registry import create
-from kilburn.v1.engine_pb2 import Chunk, PoolHeader, SamplingParams, SlotOpen, StepResult
-from kilburn.v1.inference_pb2 import TokenLogprob
-from tests.executor.executor_help import VOCAB, Tables, greedy, plan, sampling, save_tiny
-
-CPU = torch.device("cpu")
-PROMPTS = ([5, 17, 3, 88, 42, 9, 61, 2, 2, 70, 31, 8, 19], [1], [96, 4, 50, 23, 77, 12, 6], list(range(40, 75)))
-OUTPUTS = 12
-
-
-@dataclass
-class Rig:
-    """A runner over a poisoned pool, and the plans that a careless memmgr would make for it."""
-
-    model: LoadedModel
-    num_blocks: int = 200
-    host_blocks: int = 0
-    progress: Progress = field(default_factory=Progress)
-    step: int = 0
-    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=lambda: defaultdict(list))  # of each slot, from `generate`
-
-    def __post_init__(self) -> None:
-        backend = create("reference")
-        layout = backend.layout(self.model.shape)
-        spec = PoolSpec(self.num_blocks, layout.elements, self.model.shape.dtype)
-        self.pool = device_pool(spec, CPU, PoolHeader(version=HEADER_VERSION))
-        self.pool.poison()
-        self.pool.add_host(self.host_blocks)
-        block_size = self.model.shape.block_size
-        self.tables = Tables(self.num_blocks, block_size)
-        limits = Limits(self.num_blocks, block_size, self.model.context.tokens, self.model.vocab_size, 16, 256, self.host_blocks)
-        self.slots = Slots(limits)
-        ticks = itertools.count(0, 1000)
-        self.runner = Runner(
-            model=self.model,
-            backend=backend,
-            pool=self.pool,
-            slots=self.slots,
-            progress=self.progress,
-            clock_ns=lambda: next(ticks),
-            poison=True,
-        )
-
-    def run(
-        self,
-        *,
-        chunks: Sequence[Chunk] = (),
-        samples: Sequence[tuple[int, int, int]] = (),
-        opens: Sequence[SlotOpen] = (),
-        closes: Sequence[int] = (),
-        copies: Sequence[tuple[int, int]] = (),
-        freed: Sequence[int] = (),
-        outs: Sequence[tuple[int, int]] = (),
-        ins: Sequence[tuple[int, int]] = (),
-    ) -> StepResult:
-        self.step += 1
-        return self.runner.run(
-            plan(
-                self.step,
-                chunks=chunks,
-                samples=samples,
-                opens=opens,
-                closes=closes,
-                copies=copies,
-                freed=freed,
-                outs=outs,
-                ins=ins,
-            )
-        )
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], outputs: int, chunk: int, params: Sequence[SamplingParams]
-    ) -> list[list[int]]:
-        """Serve all prompts at once, each prefilled in chunks of its own size, so that steps mix chunks and decodes."""
-        found: list[list[int]] = [[] for _ in prompts]
-        done = [0] * len(prompts)
-        opens = [SlotOpen(slot=slot, sampling=params[slot], index=0) for slot in range(len(prompts))]
-        while any(len(tokens) < outputs for tokens in found):
-            chunks, samples = [], []
-            for slot, prompt in enumerate(prompts):
-                if len(found[slot]) == outputs:
-                    continue
-                start = done[slot]
-                if start < len(prompt):
-                    ids = prompt[start : start + chunk + slot]
-                    end = start + len(ids)
-                    chunks.append(Chunk(slot=slot, start=start, token_ids=ids, new_blocks=self.tables.grow(slot, end)))
-                else:
-                    end = start + 1
-                    chunks.append(Chunk(slot=slot, start=start, new_blocks=self.tables.grow(slot, end)))
-                if end >= len(prompt):
-                    samples.append((len(chunks) - 1, slot, len(found[slot])))
-                done[slot] = end
-            result = self.run(chunks=chunks, samples=samples, opens=opens)
-            opens = []
-            assert list(result.failed) == []
-            for (_, slot, _), token in zip(samples, result.token_ids, strict=True):
-                found[slot].append(token)
-            for one in result.logprobs:
-                self.logprobs[samples[one.sample][1]].append(one.logprob)
-        return found
-
-
-Load = Callable[[Path, int], LoadedModel]
-
-
-def load_here(folder: Path, block_size: int) -> LoadedModel:
-    return load(folder, device=CPU, dtype="float32", backend=create("reference"), block_size=block_size, max_model_len=None)
+from executor.loader import LoadedModel
+from kernels.interface import AttentionBackend
+from kilburn.v1.engine_pb2 import Chunk, SamplingParams, SlotOpen
+from tests.executor.executor_help import VOCAB, greedy, plan, sampling, save_tiny
+from tests.executor.rig import PROMPTS, Rig, load_here
 
 
 @pytest.fixture(scope="module")
@@ -131,54 +19,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_here(save_tiny(tmp_path_factory.mktemp("llama")), 4)
 
 
-FAMILIES: list[tuple[str, dict[str, object]]] = [
-    ("Llama", {}),
-    ("Llama", {"num_key_value_heads": 1, "head_dim": 12, "attention_bias": True}),
-    ("Qwen2", {}),
-    ("Qwen3", {"head_dim": 16}),
-    ("Mistral", {"sliding_window": 6}),
-    ("Gemma2", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8}),
-    ("GPT2", {"num_key_value_heads": 4, "n_positions": 128}),
-    ("StableLm", {}),
-    ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
-    ("Phi3", {}),
-    ("GPTNeoX", {}),
-    ("Mixtral", {"num_local_experts": 4}),
-    ("GptOss", {"head_dim": 8, "num_local_experts": 4, "sliding_window": 5}),
-    (
-        "DeepseekV3",
-        {
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 12,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-        },
-    ),
-]
-
-
-@pytest.mark.parametrize(("family", "options"), FAMILIES, ids=[family for family, _ in FAMILIES])
-def test_tokens_are_those_of_transformers(family: str, options: dict[str, object], tmp_path: Path) -> None:
-    """Chunks and decodes mixed, tables in no order, blocks of three sizes, everything unwritten being NaN."""
-    folder = save_tiny(tmp_path, family, options)
-    expected = [greedy(folder, prompt, OUTPUTS) for prompt in PROMPTS]
-    for block_size, chunk in ((1, 4), (7, 5), (16, 40)):
-        rig = Rig(load_here(folder, block_size))
-        assert rig.generate(PROMPTS, OUTPUTS, chunk, [sampling()] * len(PROMPTS)) == expected
-
-
-def test_a_sequence_that_waited_on_the_host_goes_on_as_if_it_had_not(llama: LoadedModel, tmp_path: Path) -> None:
+def test_a_sequence_that_waited_on_the_host_goes_on_as_if_it_had_not(
+    llama: LoadedModel, backend: AttentionBackend[Any], tmp_path: Path
+) -> None:
     """Out in one plan, its blocks poisoned; back into other blocks in another, and a clone made of one in the same plan."""
     expected = greedy(save_tiny(tmp_path), PROMPTS[0], 2)
-    rig = Rig(llama, host_blocks=8)
+    rig = Rig(llama, backend, host_blocks=8)
     prompt = PROMPTS[0]
     first = rig.run(
         opens=[SlotOpen(slot=0, sampling=sampling())],
@@ -197,70 +43,18 @@ def test_a_sequence_that_waited_on_the_host_goes_on_as_if_it_had_not(llama: Load
     assert list(second.token_ids) == expected[1:]
 
 
-WINDOWS: list[tuple[str, dict[str, object]]] = [
-    ("Mistral", {"sliding_window": 32}),
-    ("Mistral", {"sliding_window": None}),
-    ("Gemma2", {"head_dim": 8, "sliding_window": 32}),
-    ("Qwen2", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 2}),
-]
-
-
-@pytest.mark.parametrize(("family", "options"), WINDOWS, ids=["all", "none", "every other", "the last"])
-def test_prompts_around_the_edge_of_a_window(family: str, options: dict[str, object], tmp_path: Path) -> None:
-    """In one chunk and in several, then once more on top of the first blocks of the same prompt."""
-    folder = save_tiny(tmp_path, family, options)
-    prompts = [[(length * 7 + at * at * 5) % VOCAB for at in range(length)] for length in (20, 32, 33, 100)]
-    expected = [greedy(folder, prompt, OUTPUTS) for prompt in prompts]
-    for chunk in (200, 9):
-        rig = Rig(load_here(folder, 8))
-        assert rig.generate(prompts, OUTPUTS, chunk, [sampling()] * 4) == expected
-        for slot, (prompt, answer) in enumerate(zip(prompts, expected, strict=True), start=8):
-            shared = (len(prompt) - 1) // 8
-            rig.tables.owned[slot] = rig.tables.owned[slot - 8][:shared]
-            blocks = [*rig.tables.owned[slot], *rig.tables.grow(slot, len(prompt))]
-            rest = Chunk(slot=slot, start=8 * shared, token_ids=prompt[8 * shared :], new_blocks=blocks)
-            found = rig.run(opens=[SlotOpen(slot=slot, sampling=sampling())], chunks=[rest], samples=[(0, slot, 0)])
-            assert list(found.token_ids) == answer[:1]
-
-
-HEADS = [(6, 1), (7, 1), (12, 2), (14, 2), (15, 5), (24, 8)]
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_log_probabilities_stay_those_of_transformers_over_the_edges_of_blocks(heads: int, kv_heads: int, tmp_path: Path) -> None:
-    """Prompts that end before, at and after the edge of a block, then decodes over three more edges; odd numbers of heads."""
-    import transformers
-
-    options = {"hidden_size": 4 * heads, "head_dim": 4, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    folder = save_tiny(tmp_path, options=options)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    params = SamplingParams(temperature=1.0, top_p=1.0, seed=heads, with_logprobs=True, top_logprobs=3)
-    for block_size in (4, 5):
-        prompts = [[(seed * 31 + at * at) % VOCAB for at in range(2 * block_size + seed)] for seed in (-1, 0, 1)]
-        rig = Rig(load_here(folder, block_size))
-        outputs = rig.generate(prompts, 3 * block_size + 2, 99, [params] * len(prompts))
-        for slot, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-            with torch.inference_mode():
-                logits = reference(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-            expected = torch.log_softmax(logits, -1)
-            for row, found in zip(expected, rig.logprobs[slot], strict=True):
-                assert found.logprob == pytest.approx(float(row[found.token_id]), abs=1e-4)
-                assert [top.logprob for top in found.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
-                assert sum(math.exp(top.logprob) for top in found.top) <= 1 + 1e-5
-
-
-def test_a_seeded_request_is_the_same_alone_and_in_a_batch(llama: LoadedModel) -> None:
+def test_a_seeded_request_is_the_same_alone_and_in_a_batch(llama: LoadedModel, backend: AttentionBackend[Any]) -> None:
     params = [sampling(temperature=1.0, seed=seed + 2**40) for seed in range(len(PROMPTS))]
-    together = Rig(llama).generate(PROMPTS, 20, 3, params)
+    together = Rig(llama, backend).generate(PROMPTS, 20, 3, params)
     for prompt, one, expected in zip(PROMPTS, params, together, strict=True):
-        assert Rig(llama).generate([prompt], 20, 11, [one]) == [expected]
+        assert Rig(llama, backend).generate([prompt], 20, 11, [one]) == [expected]
 
 
-def test_a_preempted_sequence_goes_on_with_the_same_tokens(llama: LoadedModel) -> None:
+def test_a_preempted_sequence_goes_on_with_the_same_tokens(llama: LoadedModel, backend: AttentionBackend[Any]) -> None:
     """Closed, its blocks poisoned, opened in another slot, its prompt and first outputs computed again."""
     prompt, params = PROMPTS[0], sampling(temperature=0.8, top_k=40, seed=3)
-    expected = Rig(llama).generate([prompt], 10, 99, [params])[0]
-    rig = Rig(llama)
+    expected = Rig(llama, backend).generate([prompt], 10, 99, [params])[0]
+    rig = Rig(llama, backend)
     first = rig.generate([prompt], 4, 99, [params])[0]
     known = [*prompt, *first]
     chunk = Chunk(slot=9, token_ids=known, new_blocks=rig.tables.grow(9, len(known)))
@@ -279,16 +73,18 @@ def test_a_preempted_sequence_goes_on_with_the_same_tokens(llama: LoadedModel) -
     assert tokens == expected
 
 
-def test_a_cached_prefix_is_shared_and_a_copy_is_a_clone(llama: LoadedModel) -> None:
+def test_a_cached_prefix_is_shared_and_a_copy_is_a_clone(llama: LoadedModel, backend: AttentionBackend[Any]) -> None:
     """Two sequences read one prefix; one goes on in a copied block, as copy-on-write has it, and the other is not disturbed."""
     prompt = PROMPTS[3][:10]  # two and a half blocks of four
-    rig = Rig(llama)
+    rig = Rig(llama, backend)
     expected = rig.generate([prompt], 6, 99, [sampling()])[0]
     table = rig.tables.owned[0]
     result = rig.run(
         opens=[SlotOpen(slot=1, sampling=sampling())],
         copies=[(table[2], 150)],
-        chunks=[Chunk(slot=1, start=8, token_ids=prompt[8:10], new_blocks=[table[0], table[1], 150])],
+        chunks=[
+            Chunk(slot=1, start=9, token_ids=prompt[9:10], new_blocks=[table[0], table[1], 150])
+        ],  # its ninth token is copied
         samples=[(0, 1, 0)],
     )
     tokens = list(result.token_ids)
@@ -309,9 +105,9 @@ def test_samples_of_one_row_draw_by_their_index(llama: LoadedModel) -> None:
     assert again.token_ids[0] == result.token_ids[5]
 
 
-def test_a_sequence_of_nan_fails_alone(llama: LoadedModel) -> None:
+def test_a_sequence_of_nan_fails_alone(llama: LoadedModel, backend: AttentionBackend[Any]) -> None:
     """Its first block is poisoned under it."""
-    rig = Rig(llama)
+    rig = Rig(llama, backend)
     tokens = rig.generate(PROMPTS[:2], 3, 99, [sampling()] * 2)
     chunks = [
         Chunk(slot=slot, start=len(PROMPTS[slot]) + 2, new_blocks=rig.tables.grow(slot, len(PROMPTS[slot]) + 3))
@@ -319,15 +115,15 @@ def test_a_sequence_of_nan_fails_alone(llama: LoadedModel) -> None:
     ]
     result = rig.run(freed=rig.tables.owned[0][:1], chunks=chunks, samples=[(0, 0, 3), (1, 1, 3)])
     assert list(result.failed) == [0]
-    assert [*tokens[1], result.token_ids[1]] == Rig(llama).generate([PROMPTS[1]], 4, 9, [sampling()])[0]
+    assert [*tokens[1], result.token_ids[1]] == Rig(llama, backend).generate([PROMPTS[1]], 4, 9, [sampling()])[0]
     # The plan behind it was already out; what it computes is of no use, and harms nobody.
     late = Chunk(slot=0, start=len(PROMPTS[0]) + 3, new_blocks=rig.tables.grow(0, len(PROMPTS[0]) + 4))
     assert list(rig.run(chunks=[late], samples=[(0, 0, 4)]).failed) == [0]
 
 
-def test_log_probabilities_are_of_the_raw_distribution(llama: LoadedModel) -> None:
+def test_log_probabilities_are_of_the_raw_distribution(llama: LoadedModel, backend: AttentionBackend[Any]) -> None:
     params = SamplingParams(temperature=0.5, top_p=0.9, top_k=5, seed=4, with_logprobs=True, top_logprobs=3)
-    rig = Rig(llama)
+    rig = Rig(llama, backend)
     chunk = Chunk(slot=0, token_ids=PROMPTS[0], new_blocks=rig.tables.grow(0, len(PROMPTS[0])))
     result = rig.run(opens=[SlotOpen(slot=0, sampling=params)], chunks=[chunk], samples=[(0, 0, 0)])
     (found,) = result.logprobs
@@ -342,8 +138,8 @@ def test_log_probabilities_are_of_the_raw_distribution(llama: LoadedModel) -> No
     assert found.logprob.rank == int((expected > expected[result.token_ids[0]]).sum()) + 1
 
 
-def test_freed_blocks_are_poisoned_before_the_copies(llama: LoadedModel) -> None:
-    rig = Rig(llama)
+def test_freed_blocks_are_poisoned_before_the_copies(llama: LoadedModel, backend: AttentionBackend[Any]) -> None:
+    rig = Rig(llama, backend)
     rig.pool.frames.zero_()
     rig.run(freed=[3, 4], copies=[(5, 4)])
     assert rig.pool.frames.isnan().all(dim=1).nonzero().flatten().tolist() == [3]
