@@ -15,8 +15,8 @@ from torch import Tensor
 _ROWS: Final = 8191
 _KEYS, _VALUES, _QUERIES = range(3)
 
-#: Largest difference, of the largest value, that two ways to compute the same may have in 16 bits. Over thousands of tokens values
-#: cancel out, and some ways round parts before they join them.
+#: Largest difference, of the largest value, that two ways to compute the same may have in 16 bits. Over thousands of tokens
+#: values cancel out, and some ways round parts before they join them.
 TOLERANCE: Final = 0.05
 
 

@@ -48,7 +48,7 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class FrameLayout:
-    """How a backend lays a frame out. `name` changes whenever the meaning of a frame's bytes does, for the same shape and dtype."""
+    """How a backend lays a frame out. For one shape and dtype, `name` changes whenever the meaning of a frame's bytes does."""
 
     name: str
     elements: int  # of the cache's dtype
@@ -98,6 +98,17 @@ class AttentionRule:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None  # [query heads]
+
+    def __post_init__(self) -> None:
+        """Refuse what no model means.
+
+        Raises:
+            ValueError: a window sees nothing, or a cap is not above zero.
+        """
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"a window of {self.window} sees nothing")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"a soft-cap of {self.softcap} is not above 0")
 
 
 PreparedT = TypeVar("PreparedT")

@@ -22,7 +22,7 @@ class BackendError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A backend; why attention is slower than it could be on this device, one line, empty where it is not; its instruction set."""
+    """A backend, and why attention is slower than it could be on this device: one line; empty where it is not."""
 
     backend: AttentionBackend[Any]
     why_slower: str = ""
