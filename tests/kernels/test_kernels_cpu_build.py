@@ -22,7 +22,7 @@ CXX: Final = os.environ.get("CXX") or "c++"
 pytestmark = pytest.mark.skipif(shutil.which(CXX.split()[0]) is None, reason="needs a C++ compiler")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # once: tests that start processes come after all others
 def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the objects, compiled with every warning an error."""
     folder = tmp_path_factory.mktemp("objects")
@@ -30,7 +30,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def made(objects: Path) -> Path:
     return objects / "made"
 
@@ -150,8 +150,10 @@ def test_a_compiler_that_does_not_know_an_instruction_set_leaves_it_out(tmp_path
 
 @pytest.mark.processes
 def test_a_wheel_has_the_library(tmp_path: Path) -> None:
-    for name in "kilburn", "kernels", "memmgr", "executor", "gateway", "cli", "deploy":
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "compiled"))
+    for name in "kilburn", "kernels", "executor", "gateway", "cli", "deploy":
+        # The kernels with what was compiled of them: it is found to be of these sources, and taken.
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "memmgr", tmp_path / "memmgr", ignore=shutil.ignore_patterns("__pycache__", "compiled"))
     shutil.copytree(ROOT / "memmgr/compiled", tmp_path / "memmgr/compiled", ignore=shutil.ignore_patterns("*.so"))
     for name in "pyproject.toml", "README.md", ".gitignore":
         shutil.copy(ROOT / name, tmp_path)

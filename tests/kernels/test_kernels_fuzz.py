@@ -43,7 +43,7 @@ def test_trials_differ_and_come_again() -> None:
 
 def test_some_seconds_of_it_find_nothing() -> None:
     need_cpu_library()
-    assert "nothing found" in fuzz("--seconds", "10", "--seed", "1")
+    assert "nothing found" in fuzz("--seconds", "5", "--seed", "1")
 
 
 def test_sanitizers_find_each_kind_of_fault_and_then_nothing(library: Path) -> None:
