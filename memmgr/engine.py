@@ -4,9 +4,11 @@ Knows the executor that is connected, and when its session begins and ends; what
 events. Not who the gateways are (gateways.py), how other threads ask (questions.py), or how memory is decided (session.py).
 """
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Final
 
 import zmq
@@ -36,6 +38,19 @@ _POLL_MS: Final = int(HEARTBEAT_INTERVAL_SECONDS * 500)
 #: The budget of a step where nothing was said, in tokens, by the executor's device.
 _STEP_TOKENS_CPU: Final = 256
 _STEP_TOKENS_GPU: Final = 2048
+
+
+@contextmanager
+def kept_from_collections() -> Iterator[None]:
+    """Let no garbage collection look through what the block makes; what of the last such block's is garbage now is collected.
+
+    A pool of millions of blocks is lists of millions of entries. It is for a process to say: it is about all that the process
+    has, and takes as long as that is much.
+    """
+    gc.unfreeze()
+    gc.collect()  # or what the last session left would be frozen with this one's pool, and be kept for ever
+    yield
+    gc.freeze()
 
 
 class TooManyQuotasError(KilburnError):
@@ -221,18 +236,19 @@ class Engine:
                 return
             self._lose_executor("the executor has said hello anew")
         limits = self._limits(hello)
-        self.session = Session(
-            incoming.incarnation,
-            hello,
-            limits,
-            self.totals,
-            now,
-            prefix_cache=self._config.prefix_cache,
-            swap=self._config.preemption == "swap",
-            records=self._records,
-            journal=self._journal,
-            quotas=self.quotas.values(),
-        )
+        with kept_from_collections():
+            self.session = Session(
+                incoming.incarnation,
+                hello,
+                limits,
+                self.totals,
+                now,
+                prefix_cache=self._config.prefix_cache,
+                swap=self._config.preemption == "swap",
+                records=self._records,
+                journal=self._journal,
+                quotas=self.quotas.values(),
+            )
         self.session.memory.breathe = self._show_life
         self._records.append((STARTED, NO_BLOCK, None, None))
         if not self._executors.welcome(incoming):

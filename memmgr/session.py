@@ -6,7 +6,6 @@ nothing itself.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from array import array
@@ -103,8 +102,6 @@ class Session:
         self.attempt: Final = hello.attempt
         self.model: Final = hello.model
         self.totals: Final = totals
-        gc.unfreeze()
-        gc.collect()  # what the last session left would be frozen with this one's pool, and be kept for ever
         new_memory = SwappingMemory if journal is None else partial(memory_of, journal)
         memory = new_memory(
             hello.model.total_blocks,
@@ -114,7 +111,6 @@ class Session:
             records=records,
             host_blocks=hello.host_blocks if swap else 0,
         )
-        gc.freeze()  # a pool of millions of blocks is lists of millions of entries, which no collection has to look through
         fingerprint = hello.model.fingerprint
         self.memory: Final = memory
         self.scheduler: Final = Scheduler(
