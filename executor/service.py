@@ -53,7 +53,7 @@ def run(config: ExecutorConfig) -> None:
     incarnation = new_incarnation()
     progress = Progress()
     with ExitStack() as stack:
-        stop = stack.enter_context(_Stop())
+        stop = stack.enter_context(Stop())
         stack.enter_context(lock(config.runtime_dir, "executor"))
         context = stack.enter_context(_zmq_context())
         beats = stack.enter_context(
@@ -66,10 +66,10 @@ def run(config: ExecutorConfig) -> None:
                 log=log,
             )
         )
-        from executor.startup import ready  # torch and transformers, after the check and the lock
+        with stop.at_once():
+            from executor.startup import ready  # torch and transformers, after the check and the lock
 
-        made = stack.enter_context(ready(config, incarnation, progress, log))
-        stop.at_leisure()
+            made = stack.enter_context(ready(config, incarnation, progress, log))
         progress.phase = Phase.RUNNING
         hello = ExecutorHello(
             protocol=PROTOCOL,
@@ -95,7 +95,7 @@ class Service:
         self._losses = 0
         self._idle_since = time.perf_counter_ns()
 
-    def serve(self, stop: "_Stop", beats: Beats) -> None:
+    def serve(self, stop: "Stop", beats: Beats) -> None:
         """Serve until told to stop. Raises what `run` says."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -169,15 +169,15 @@ class Service:
             self._log.debug("a frame found no reader")
 
 
-class _Stop:
-    """SIGTERM and SIGINT. While loading they end the process where it is; `at_leisure`, they are a wish that the loop reads."""
+class Stop:
+    """SIGTERM and SIGINT: a wish that the loop reads, but `at_once` they end the process where it is."""
 
     def __init__(self) -> None:
         self.asked = False
-        self._at_leisure = False
+        self._at_once = False
         self._reader, self._writer = sockets.socketpair()
 
-    def __enter__(self) -> "_Stop":
+    def __enter__(self) -> "Stop":
         self._writer.setblocking(False)
         self._old_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._old_hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
@@ -192,23 +192,32 @@ class _Stop:
         self._reader.close()
         self._writer.close()
 
-    def at_leisure(self) -> None:
-        """From here on, only take note; a signal makes `fileno` readable."""
-        self._at_leisure = True
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """While loading, which reads no wish. Never while things are being closed: a thread would be left to use them."""
+        self._at_once = True
+        try:
+            self._end_if_asked()
+            yield
+        finally:
+            self._at_once = False
+        self._end_if_asked()
+
+    def fileno(self) -> int:
+        """Return what to poll; a signal makes it readable."""
+        return self._reader.fileno()
+
+    def _end_if_asked(self) -> None:
         if self.asked:
             raise SystemExit(0)
 
-    def fileno(self) -> int:
-        """Return what to poll."""
-        return self._reader.fileno()
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         first, self.asked = not self.asked, True
-        if first and not self._at_leisure:
+        if first and self._at_once:
             raise SystemExit(0)
 
     def _on_unraisable(self, found: "sys.UnraisableHookArgs") -> None:
-        # The signal came in the middle of a finalizer, which can't raise: `at_leisure` does, once the model is loaded.
+        # The signal came in the middle of a finalizer, which can't raise: `at_once` does, when the model is loaded.
         if not isinstance(found.exc_value, SystemExit):
             self._old_hook(found)
 

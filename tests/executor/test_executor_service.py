@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -16,6 +17,7 @@ import zmq
 from google.protobuf.message import Message
 
 from executor import service
+from executor.service import Stop
 from executor.beats import health_path
 from executor.pool import pool_path
 from kilburn.config import ExecutorConfig, LogConfig
@@ -309,3 +311,28 @@ def test_a_refusal_by_memmgr_ends_the_start(place: Place) -> None:
         thread.join()
         memmgr.hub.close()
     assert leftovers(place) == set()
+
+
+def test_a_signal_ends_a_load_at_once() -> None:
+    with Stop() as stop, pytest.raises(SystemExit), stop.at_once():
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(5)
+
+
+def test_a_signal_before_the_load_ends_it_at_its_beginning() -> None:
+    with Stop() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit), stop.at_once():
+            pytest.fail("the load began")
+
+
+def test_a_signal_while_all_is_closed_cuts_nothing_short() -> None:
+    """Else a thread that was to be joined uses a context that is gone."""
+    closed = []
+    with Stop() as stop, pytest.raises(StartError), ExitStack() as stack:
+        stack.callback(closed.append, "last")
+        stack.callback(signal.raise_signal, signal.SIGTERM)
+        with stop.at_once():
+            raise StartError("no such model")
+    assert closed == ["last"]
+    assert stop.asked
