@@ -159,7 +159,8 @@ def _layer(layer: nn.Module, turns: bool) -> LayerRecipe:
 
 def _joined(linears: Sequence[nn.Linear]) -> Linear:
     """Return one product for several of the same rows."""
-    weights, biases = [each.weight for each in linears], [each.bias for each in linears if each.bias is not None]
+    weights: list[Tensor] = [each.weight for each in linears]
+    biases: list[Tensor] = [each.bias for each in linears if each.bias is not None]
     if len(linears) == 1:
         return Linear(weights[0].detach(), biases[0].detach() if biases else None)
     assert len(biases) in (0, len(linears))
