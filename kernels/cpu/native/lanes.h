@@ -45,6 +45,9 @@ ALWAYS_INLINE Lanes where_less(Lanes a, Lanes b, Lanes yes, Lanes no) {
   return {_mm512_mask_mov_ps(no.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), yes.v)};
 }
 
+// x where x is NaN, else `no`.
+ALWAYS_INLINE Lanes where_nan(Lanes x, Lanes no) { return {_mm512_mask_mov_ps(no.v, _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), x.v)}; }
+
 // Lanes begin .. end - 1 of `inside`, the others of `outside`; begin and end may lie beyond 0 .. 16.
 ALWAYS_INLINE Lanes where_within(int begin, int end, Lanes inside, Lanes outside) {
   const int low = begin < 0 ? 0 : begin > 16 ? 16 : begin, high = end < 0 ? 0 : end > 16 ? 16 : end;
@@ -132,6 +135,12 @@ ALWAYS_INLINE Lanes scale_by(Lanes x, Lanes n) { return {scale_half(x.low, n.low
 ALWAYS_INLINE Lanes where_less(Lanes a, Lanes b, Lanes yes, Lanes no) {
   return {_mm256_blendv_ps(no.low, yes.low, _mm256_cmp_ps(a.low, b.low, _CMP_LT_OQ)),
           _mm256_blendv_ps(no.high, yes.high, _mm256_cmp_ps(a.high, b.high, _CMP_LT_OQ))};
+}
+
+// x where x is NaN, else `no`.
+ALWAYS_INLINE Lanes where_nan(Lanes x, Lanes no) {
+  return {_mm256_blendv_ps(no.low, x.low, _mm256_cmp_ps(x.low, x.low, _CMP_UNORD_Q)),
+          _mm256_blendv_ps(no.high, x.high, _mm256_cmp_ps(x.high, x.high, _CMP_UNORD_Q))};
 }
 
 // Lanes begin .. end - 1 of `inside`, the others of `outside`; begin and end may lie beyond 0 .. 16.
