@@ -221,7 +221,7 @@ class Operations:
     def peaks(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return of rows [n, size] float32 the largest elements, [n], and the first indexes that have them, [n] int64.
 
-        Where a row holds NaN its maximum is NaN, and its index is of no meaning. It is one pass; amax and argmax are two slow ones.
+        Where a row holds NaN its maximum is NaN, and its index is of no meaning. One pass: amax and argmax are two slow ones.
         """
         count, size, stride = _matrix(rows, torch.float32)
         if size == 0:
