@@ -19,6 +19,8 @@ struct Step {
     const float* f = reinterpret_cast<const float*>(pair);
     return fma(second, all(f[1]), fma(first, all(f[0]), sum));
   }
+  // The power of two that a softmax's weight is.
+  static ALWAYS_INLINE Lanes power(Lanes x) { return exp2(x); }
   // Sixteen of q or p, at element `index`; returns what will be multiplied.
   static ALWAYS_INLINE Lanes put(char* row, int index, Lanes x) {
     store(reinterpret_cast<float*>(row) + index, x);
@@ -39,6 +41,7 @@ struct Step<kBfloat16> {
     memcpy(&both, pair, sizeof both);
     return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(bits), reinterpret_cast<__m512bh>(_mm512_set1_epi32(both)))};
   }
+  static ALWAYS_INLINE Lanes power(Lanes x) { return exp2_coarse(x); }
   static ALWAYS_INLINE Lanes put(char* row, int index, Lanes x) {
     const __m256i rounded = to_bfloat16(x);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + 2 * index), rounded);
