@@ -168,14 +168,17 @@ ALWAYS_INLINE void score(const Problem<E>& problem, const char* queries, const c
   }
 }
 
-// values = values * shrink + weights v, of M rows and C columns of 16 dimensions.
+// values = values * shrink + weights v, of M rows and C columns of 16 dimensions; without `shrink` nothing shrinks.
 template <Element E, int M, int C, bool kAhead>
 ALWAYS_INLINE void accumulate(const Problem<E>& problem, const Tile& tile, const char (*weights)[kPairs * Step<E>::kPairBytes],
                               const float* shrink, int column, int pair_begin, int pair_end, const char* const* next, float* values) {
   Lanes sums[M][C];
   for (int m = 0; m < M; m++)
-    for (int c = 0; c < C; c++)
-      sums[m][c] = load(values + int64_t(m) * problem.value_floats + (column + c) * 16) * all(shrink[m]);
+    for (int c = 0; c < C; c++) sums[m][c] = load(values + int64_t(m) * problem.value_floats + (column + c) * 16);
+  if (shrink) {
+    for (int m = 0; m < M; m++)
+      for (int c = 0; c < C; c++) sums[m][c] = sums[m][c] * all(shrink[m]);
+  }
   const int at = column * problem.layout.step_bytes;
 #pragma GCC unroll 2
   for (int pair = pair_begin; pair < pair_end; pair++) {
@@ -219,6 +222,10 @@ struct Bounds {
   }
 };
 
+// How far, in powers of two, scores may be above what they are taken relative to: a maximum stays until then, and nothing has to
+// shrink. Weights reach 2^8 so, whose sums are as far from the largest float as ever.
+constexpr float kHeadroom = 8.0f;
+
 // What the rule and the bounds make of M rows' scaled scores, and again what is largest.
 template <Element E, int M>
 ALWAYS_INLINE void cap_and_mask(const Problem<E>& problem, const Tile& tile, Bounds bounds, float (*scores)[kTile], Lanes* tops) {
@@ -254,29 +261,38 @@ __attribute__((noinline)) void attend_tile(const Problem<E>& problem, const Tile
   int low = tile.pair_begin, high = tile.pair_end;
   bounds.narrow(M, low, high);
   if (bounds.begins || problem.call.softcap > 0) cap_and_mask<E, M>(problem, tile, bounds, scores, tops);
-  alignas(64) float before[16] = {}, maxima[16] = {}, shrink[16];
-  for (int m = 0; m < M; m++) {
-    const float highest = max_of(tops[m]);
-    before[m] = sums.maxima[m];
-    sums.maxima[m] = maxima[m] = highest > before[m] ? highest : before[m];
+  bool grown = false;
+  for (int m = 0; m < M; m++) grown = grown || any_more(tops[m], all(sums.maxima[m] + kHeadroom));
+  alignas(64) float shrink[16];
+  if (grown) {
+    alignas(64) float before[16] = {}, maxima[16] = {};
+    for (int m = 0; m < M; m++) {
+      const float highest = max_of(tops[m]);
+      before[m] = sums.maxima[m];
+      sums.maxima[m] = maxima[m] = highest > before[m] ? highest : before[m];
+    }
+    store(shrink, exp2(load(before) - load(maxima)));
+    for (int m = 0; m < M; m++) store(sums.weights + 16 * m, load(sums.weights + 16 * m) * all(shrink[m]));
   }
-  store(shrink, exp2(load(before) - load(maxima)));
   for (int m = 0; m < M; m++) {
-    const Lanes maximum = all(maxima[m]);
-    Lanes total = load(sums.weights + 16 * m) * all(shrink[m]);
-    for (int sub = tile.sub_begin; sub < tile.sub_end; sub++) {
-      Lanes weight = Step<E>::power(load(scores[m] + 16 * sub) - maximum);
-      if (bounds.begins) weight = where_within(bounds.begin(m) - 16 * sub, bounds.end(m) - 16 * sub, weight, zero());
-      total = total + Step<E>::put(weights[m], 16 * sub, weight);
+    const Lanes maximum = all(sums.maxima[m]);
+    Lanes total = load(sums.weights + 16 * m);
+    for (int sub = tile.sub_begin / 2 * 2; sub < tile.sub_end; sub += 2) {
+      Lanes two[2];
+      for (int i = 0; i < 2; i++) {
+        two[i] = Step<E>::power(load(scores[m] + 16 * (sub + i)) - maximum);
+        if (bounds.begins) two[i] = where_within(bounds.begin(m) - 16 * (sub + i), bounds.end(m) - 16 * (sub + i), two[i], zero());
+      }
+      total = Step<E>::put_two(weights[m], 16 * sub, two[0], two[1], total);
     }
     store(sums.weights + 16 * m, total);
   }
   int column = 0;
   const int columns = problem.layout.value_columns;
   for (; column + kColumnsTogether <= columns; column += kColumnsTogether)
-    accumulate<E, M, kColumnsTogether, kAhead>(problem, tile, weights, shrink, column, low, high, next, sums.values);
+    accumulate<E, M, kColumnsTogether, kAhead>(problem, tile, weights, grown ? shrink : nullptr, column, low, high, next, sums.values);
   for (; column < columns; column++)
-    accumulate<E, M, 1, kAhead>(problem, tile, weights, shrink, column, low, high, next, sums.values);
+    accumulate<E, M, 1, kAhead>(problem, tile, weights, grown ? shrink : nullptr, column, low, high, next, sums.values);
 }
 
 template <Element E, bool kAhead, int M>

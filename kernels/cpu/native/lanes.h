@@ -45,6 +45,9 @@ ALWAYS_INLINE Lanes where_less(Lanes a, Lanes b, Lanes yes, Lanes no) {
   return {_mm512_mask_mov_ps(no.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), yes.v)};
 }
 
+// Whether one lane of a is more than that of b.
+ALWAYS_INLINE bool any_more(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ) != 0; }
+
 // x where x is NaN, else `no`.
 ALWAYS_INLINE Lanes where_nan(Lanes x, Lanes no) { return {_mm512_mask_mov_ps(no.v, _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), x.v)}; }
 
@@ -135,6 +138,11 @@ ALWAYS_INLINE Lanes scale_by(Lanes x, Lanes n) { return {scale_half(x.low, n.low
 ALWAYS_INLINE Lanes where_less(Lanes a, Lanes b, Lanes yes, Lanes no) {
   return {_mm256_blendv_ps(no.low, yes.low, _mm256_cmp_ps(a.low, b.low, _CMP_LT_OQ)),
           _mm256_blendv_ps(no.high, yes.high, _mm256_cmp_ps(a.high, b.high, _CMP_LT_OQ))};
+}
+
+// Whether one lane of a is more than that of b.
+ALWAYS_INLINE bool any_more(Lanes a, Lanes b) {
+  return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(a.low, b.low, _CMP_GT_OQ), _mm256_cmp_ps(a.high, b.high, _CMP_GT_OQ))) != 0;
 }
 
 // x where x is NaN, else `no`.
