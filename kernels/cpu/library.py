@@ -232,7 +232,6 @@ class Library:
     silu_mul: Callable[..., int]  # (instructions, call) -> status
     rotate_write: Callable[..., int]  # (instructions, call) -> status
     run: Callable[..., int]  # (instructions, operations, count, threads, layer) -> status
-    read: Callable[[int, int, int, int], int]  # (instructions, address, bytes, threads) -> exclusive or of all words
 
     def choose(self, wanted: str | None) -> str:
         """Return the instruction set of that name, or the best one.
@@ -296,7 +295,6 @@ def load_from(folder: Path) -> Library:
     openmp, why_one_thread = _use_openmp(holding)
     pointers = [ctypes.POINTER(structure) for structure in STRUCTURES]
     layer, _, _, attend, write, copy, linear, norm, gate, rotate, operation = pointers
-    read = (ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
     return Library(
         path=path,
         openmp=openmp,
@@ -314,7 +312,6 @@ def load_from(folder: Path) -> Library:
         run=_function(
             releasing, "kilburn_run", ctypes.c_int, ctypes.c_int32, operation, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
         ),
-        read=_function(releasing, "kilburn_read", ctypes.c_uint64, *read),
     )
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -392,16 +391,3 @@ def test_angles_that_do_not_fit_are_refused() -> None:
 def test_what_does_not_fit_is_refused(call: Callable[[Operations], object], error: type[Exception], reason: str) -> None:
     with pytest.raises(error, match=reason):
         call(Operations())
-
-
-# ---------------------------------------------------------------------------------------------------------------- read
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 63, 64, 65, 1000, 64 * 1024 + 13])
-def test_a_read_reads_everything(operations: Operations, size: int, threads: int) -> None:
-    memory = np.random.default_rng(size).integers(0, 256, size + 3, dtype=np.uint8)[3:]
-    here = library.load()
-    found = here.read(here.number(operations.instructions), memory.ctypes.data, size, threads)
-    padded = np.concatenate((memory, np.zeros(-size % 8, dtype=np.uint8)))
-    assert found == int(np.bitwise_xor.reduce(padded.view(np.uint64), initial=0))
