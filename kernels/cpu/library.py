@@ -250,6 +250,16 @@ class Library:
         return self.supported[name]
 
 
+def check(status: int) -> None:
+    """Make an exception of what a call returned, unless it is DONE.
+
+    Raises:
+        RuntimeError: the call was not done: no fault of the memory's owner, but one of ours in what we handed over.
+    """
+    if status != DONE:
+        raise RuntimeError(f"the native kernels refused a call: status {status}")
+
+
 def why_missing() -> str:
     """Return why the library can't be used in this process; empty: it can."""
     try:

@@ -141,7 +141,7 @@ def attended_with(
     found = backend.paged_attention(backend.prepare(cache, rows), 0, queries.to(device), own).cpu()
     with np.errstate(invalid="ignore"):
         expected = [
-            attend(*(float64(tensor) for tensor in (queries[: step.rows], keys[: step.context], values[: step.context])), rule)
+            attend(float64(queries[: step.rows]), float64(keys[: step.context]), float64(values[: step.context]), rule)
             for step in steps
         ]
     return found, torch.from_numpy(np.concatenate(expected))
