@@ -4,6 +4,7 @@ All server commands take the same flags, so that one set (or one environment: KI
 processes, and each process checks all of them; it reads those that concern it. Knows no service.
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -179,9 +180,12 @@ def number(text: str) -> float:
         click.BadParameter: it is none.
     """
     try:
-        return float(text)
+        found = float(text)
     except ValueError as error:
         raise click.BadParameter(f"{text!r} is no number") from error
+    if math.isnan(found):  # which every range would take
+        raise click.BadParameter(f"{text!r} is no number")
+    return found
 
 
 def _device(text: str) -> str:

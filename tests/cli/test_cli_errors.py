@@ -139,6 +139,7 @@ def test_no_server(capsys: pytest.CaptureFixture[str], command: list[str]) -> No
         (["generate", "a", "--top-k", "1.5"], "'1.5' is no whole number"),
         (["generate", "a", "--min-p", "x"], "'x' is no number"),
         (["generate", "a", "--deadline", "x"], "'x' is no number"),
+        (["generate", "a", "--deadline", "nan"], "'nan' is no number"),
         (["memmgr", "--max-running", "many"], "'many' is no whole number"),
         (["memmgr", "--block-size", "many"], "'many' is no whole number"),
         (["generate", "a", "--server", "nonsense"], "'--server': 'nonsense' is no address; write HOST:PORT"),
