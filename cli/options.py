@@ -379,6 +379,6 @@ def _check_together(options: ServerOptions) -> None:
     if options.listen == options.admin and options.listen.port != 0:
         raise StartError(f"--listen and --admin are both {options.listen}")
     if options.attention == "triton" and options.device == "cpu":
-        raise StartError("--attention triton needs a GPU, and --device is cpu")
+        raise StartError("--attention triton needs an NVIDIA GPU, and --device is cpu; leave one of the two out")
     if options.attention == "cpu" and options.device.startswith("cuda"):
-        raise StartError(f"--attention cpu can't run on --device {options.device}")
+        raise StartError(f"--attention cpu can't run on --device {options.device}; leave one of the two out")

@@ -40,7 +40,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
         (["--device", "tpu"], "cuda:N"),
         (["--dtype", "int4"], "--dtype"),
         (["--attention", "flash"], "--attention"),
-        (["--attention", "triton", "--device", "cpu"], "needs a GPU"),
+        (["--attention", "triton", "--device", "cpu"], "needs an NVIDIA GPU, and --device is cpu; leave one of the two out"),
         (["--attention", "cpu", "--device", "cuda:1"], "cuda:1"),
         (["--preemption", "swap"], "--host-blocks"),
         (["--host-blocks", "9"], "--preemption swap"),

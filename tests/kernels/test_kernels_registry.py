@@ -36,8 +36,22 @@ def test_each_kind_of_device_has_its_own(name: str, device: torch.device) -> Non
 
 @pytest.mark.parametrize(("name", "device"), [("cpu", CUDA), ("triton", CPU)])
 def test_a_backend_is_refused_on_a_device_that_it_does_not_work_on(name: str, device: torch.device) -> None:
-    with pytest.raises(BackendError, match=f"--attention {name} works on c[a-z]+, and the device is {device}"):
+    needs = {"cpu": "a CPU", "triton": "an NVIDIA GPU"}[name]
+    reason = f"--attention {name} needs {needs}, and the device is {device}; leave --attention out for the best that works here"
+    with pytest.raises(BackendError, match=f"^{reason}"):
         choose(name, device)
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_where_torch_finds_no_gpu_it_says_what_to_look_at(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
+    with pytest.raises(BackendError) as refused:
+        choose("triton", CPU)
+    hint = f"torch {torch.__version__} does not find it: see nvidia-smi, and install torch for CUDA"
+    assert (hint in str(refused.value)) != found
+    with pytest.raises(BackendError) as refused:
+        choose("cpu", CUDA)
+    assert hint not in str(refused.value)
 
 
 @pytest.fixture
