@@ -31,6 +31,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.options import help_of
+
 _HERE: Final = Path(__file__).resolve().parent
 _POOLS: Final = (10_000, 1_000_000, 10_000_000)
 
@@ -161,7 +163,7 @@ def show(found: Sequence[Operation], sizes: Sequence[PoolSize], console: Console
     console.print(table)
 
 
-@click.command(help=__doc__)
+@click.command(help=help_of(__doc__))
 @click.option(
     "--vllm-python",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import memmgr.simulate
+from benchmarks.options import help_of
 from kilburn.config import DEFAULT_MODEL
 from kilburn.models import default_model_dir
 
@@ -80,7 +81,7 @@ def parents(model: Any, tokenizer: Any, prompts: list[str], width: int, steps: i
     return found
 
 
-@click.command(help=__doc__)
+@click.command(help=help_of(__doc__))
 @click.option("--steps", type=click.IntRange(2, 4096), default=160, show_default=True, help="Of each search.")
 @click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Else the default model.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=_OUT, help="Else where it is read from.")

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.options import help_of
 from memmgr.core.lineage import root_hash
 from memmgr.core.memory import Memory
 from memmgr.core.table import MemoryCounters
@@ -152,7 +153,7 @@ def show(points: Sequence[Point], console: Console) -> None:
     console.print(table)
 
 
-@click.command(help=__doc__)
+@click.command(help=help_of(__doc__))
 @click.option("--json", "as_json", is_flag=True, help="Print one object instead of a table.")
 @click.option("--running", "counts", type=click.IntRange(1, 1024), multiple=True, default=(1, 8, 32, 128), show_default=True)
 def main(as_json: bool, counts: Sequence[int]) -> None:

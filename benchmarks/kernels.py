@@ -54,11 +54,49 @@ from benchmarks.kernels_report import (
     line,
 )
 from benchmarks.kernels_rounds import Limits
+from benchmarks.options import Seconds, check_writable, help_of, write
 from benchmarks.plain_read import ReadError
 from kernels import registry
 
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _MIB: Final = 2**20
+
+
+def _names(part: str) -> list[str]:
+    """Return the names of all cases of a part, as --match sees them."""
+    if part == cases.DECODE:
+        return [case.name for case in cases.decodes()]
+    if part == cases.PREFILL:
+        return [case.name for case in cases.prefills()]
+    if part == cases.TABLE:
+        return [case.name for case in cases.tables()]
+    if part == cases.BLOCKS:
+        return [curve[0].name for curve in cases.block_sizes()]
+    return [weight.name for weight in cases.WEIGHTS]
+
+
+def _parts(only: tuple[str, ...], match: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the parts that have a case to measure.
+
+    Raises:
+        click.BadParameter: no case of these parts has one of the words in its name.
+    """
+    names = {part: _names(part) for part in only}
+    for word in match:
+        if not any(word in name for own in names.values() for name in own):
+            some = ", ".join(repr(name) for own in names.values() for name in own[:: max(1, len(own) - 1)])
+            raise click.BadParameter(f"no case has {word!r} in its name; there are {some} and others", param_hint="--match")
+    return tuple(part for part in only if any(cases.wanted(name, match) for name in names[part]))
+
+
+def _draw(svg: Path, report: Report) -> None:
+    """Draw what was measured of block sizes, if anything was."""
+    if not report.blocks:
+        click.echo(f"{svg} was not written: no curve over block sizes was measured", err=True)
+        return
+    title = "Decoding with blocks of different sizes"
+    points = [str(size) for size in cases.BLOCK_SIZES]
+    write(svg, ratio_curves(curves(report.blocks), points, title, "time, by the best", "tokens in a block"))
 
 
 def _rows(
@@ -81,7 +119,7 @@ def _rows(
             yield PRODUCT_COLUMNS, len(weights) * len(cases.ROWS), parts.products(found, weights, cases.ROWS)
 
 
-@click.command(help=__doc__)
+@click.command(help=help_of(__doc__))
 @click.option("--attention", type=click.Choice(registry.NAMES), default="auto", show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), default="bfloat16", show_default=True)
@@ -89,9 +127,7 @@ def _rows(
 @click.option("--only", type=click.Choice(cases.PARTS), multiple=True, default=cases.PARTS, show_default="all parts")
 @click.option("--match", multiple=True, help="Only cases with this in their names; may be said again.")
 @click.option("--rounds", type=click.IntRange(1, 10_000), default=50, show_default=True, help="Of one case, at most.")
-@click.option(
-    "--seconds", type=click.FloatRange(0.01, 3600), default=3.0, show_default=True, help="Of one case, after three rounds."
-)
+@click.option("--seconds", type=Seconds(0.01, 3600), default=3.0, show_default=True, help="Of one case, after three rounds.")
 @click.option("--memory-mib", type=click.IntRange(1), default=8192, show_default=True, help="Of one case, at most.")
 @click.option("--cache-mib", type=click.IntRange(1, 4096), help="The last cache level; if not given, this machine's.")
 @click.option(
@@ -121,14 +157,19 @@ def main(
     """See the module."""
     if check and (device, dtype, threads) != ("cpu", "bfloat16", 2):
         raise click.UsageError("--check is about two threads of a CPU, and bfloat16")
+    only = _parts(only, match)
     if svg is not None and cases.BLOCKS not in only:
-        raise click.UsageError(f"--svg draws what --only {cases.BLOCKS} measures")
+        raise click.UsageError(f"--svg draws what --only {cases.BLOCKS} measures, and --match has to leave some of it")
     if device == "cuda" and (vllm_python is not None or not torch.cuda.is_available()):
         raise click.UsageError("--device cuda needs an NVIDIA GPU, and goes without --vllm-python")
+    if svg is not None:
+        check_writable(svg, "--svg")
     torch.set_num_threads(threads)
     report = Report()
     # Nothing refreshes by itself: that would be a thread beside those that are measured.
     with ExitStack() as stack, torch.inference_mode():
+        if svg is not None:
+            stack.callback(_draw, svg, report)  # whatever ends the work, what there is by then is drawn
         progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True, auto_refresh=False))
         where = torch.device(device)
         cache_bytes = cache_mib * _MIB if cache_mib is not None else parts.last_cache_bytes(where)
@@ -151,12 +192,6 @@ def main(
                 _measure(columns, count, rows, report, progress, quiet=as_json)
         except (registry.BackendError, ReadError, VllmError, parts.WrongError) as error:
             raise click.ClickException(str(error)) from error
-    if svg is not None and report.blocks:
-        title = "Decoding with blocks of different sizes"
-        points = [str(size) for size in cases.BLOCK_SIZES]
-        svg.write_text(
-            ratio_curves(curves(report.blocks), points, title, "time, by the best", "tokens in a block"), encoding="utf-8"
-        )
     made = claims(report)
     if as_json:
         json.dump(asdict(report) | {"claims": [asdict(claim) for claim in made]}, sys.stdout)

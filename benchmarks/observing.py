@@ -39,6 +39,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.answering import AnsweringExecutor, KeepingGateway
+from benchmarks.options import Seconds, help_of
 from cli.instance import instance
 from kilburn.client import AdminClient, Client
 from kilburn.v1 import inference_pb2 as api
@@ -333,9 +334,9 @@ def show_dumped(dumped: Dumped, console: Console) -> None:
     console.print(table)
 
 
-@click.command(help=__doc__, context_settings={"ignore_unknown_options": True})
+@click.command(help=help_of(__doc__), context_settings={"ignore_unknown_options": True})
 @click.option("--json", "as_json", is_flag=True, help="Print one object instead of tables.")
-@click.option("--seconds", type=click.FloatRange(1, 300), default=20.0, show_default=True, help="Of each arm of the first part.")
+@click.option("--seconds", type=Seconds(1, 300), default=20.0, show_default=True, help="Of each arm of the first part.")
 @click.option("--part", type=click.Choice(["both", "watch", "dump"]), default="both", show_default=True)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def main(as_json: bool, seconds: float, part: str, flags: Sequence[str]) -> None:

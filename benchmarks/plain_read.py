@@ -83,5 +83,9 @@ def _read(function: Any, threads: int) -> Read:  # noqa: ANN401 - ctypes has no 
 
 def _runtimes() -> set[str]:
     """Return the files of the OpenMP runtimes in this process."""
-    files = {line.split()[-1] for line in _MAPS.read_text(encoding="utf-8").splitlines()}
+    try:
+        text = os.fsdecode(_MAPS.read_bytes())  # names of files are bytes, not always UTF-8
+    except OSError as error:
+        raise ReadError(f"{_MAPS}, which tells of OpenMP's runtimes, can't be read: {error.strerror}") from None
+    files = {line.split(maxsplit=5)[-1].removesuffix(" (deleted)") for line in text.split("\n") if line}
     return {file for file in files if _RUNTIME.search(file)}

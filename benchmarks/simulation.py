@@ -30,6 +30,7 @@ from rich.table import Table
 
 from benchmarks import sharing
 from benchmarks.figure import Bar, stacked_bars
+from benchmarks.options import check_writable, help_of, write
 from benchmarks.sharing import Begin, Saving
 from cli.simulated import progress, show_reports
 from memmgr.core.memory import Memory
@@ -220,7 +221,7 @@ def picture(reports: Sequence[Report]) -> str:
     return stacked_bars(bars, f"ShareGPT's lengths in {_NUM_BLOCKS * _BLOCK_SIZE:,} slots of KV cache", "share of slots, %")
 
 
-@click.command(help=__doc__)
+@click.command(help=help_of(__doc__))
 @click.option(
     "--data", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True, help="Where the traces lie."
 )
@@ -233,8 +234,8 @@ def main(data: Path, as_json: bool, svg: Path | None, limit: int | None, parts: 
     wanted = parts or _PARTS
     if svg is not None and _POLICIES_PART not in wanted:
         raise click.UsageError(f"--svg draws the policies: it needs --only {_POLICIES_PART}")
-    if svg is not None and not svg.parent.is_dir():
-        raise click.UsageError(f"--svg: there is no folder {svg.parent}")
+    if svg is not None:  # all of it takes a quarter of an hour
+        check_writable(svg, "--svg")
     results = Results()
     try:
         of_prefixes = {_PREFIXES_PART, _SEGMENTS_PART}
@@ -260,7 +261,7 @@ def main(data: Path, as_json: bool, svg: Path | None, limit: int | None, parts: 
     else:
         show(results, Console(width=None if sys.stdout.isatty() else 160, highlight=False))
     if svg is not None:
-        svg.write_text(picture(results.policies), encoding="utf-8")
+        write(svg, picture(results.policies))
     if results.policies and results.policies[0].max_waste_tokens >= _BLOCK_SIZE:
         raise click.ClickException("a sequence held a whole block unused")
 

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.options import help_of
 from cli.instance import Instance, instance
 from kilburn.client import AdminClient, Client
 from kilburn.v1 import inference_pb2 as api
@@ -158,7 +159,7 @@ def show(points: Sequence[Point], model: str, console: Console) -> None:
     console.print(table)
 
 
-@click.command(help=__doc__, context_settings={"ignore_unknown_options": True})
+@click.command(help=help_of(__doc__), context_settings={"ignore_unknown_options": True})
 @click.option("--json", "as_json", is_flag=True, help="Print one object instead of a table.")
 @click.option("--running", "counts", type=click.IntRange(1, 256), multiple=True, default=(1, 8, 32), show_default=True)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)

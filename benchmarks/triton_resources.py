@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from benchmarks.options import help_of
 from kernels.interface import AttentionRule, CacheShape, LayerShape
 from kernels.triton.common import INTERPRETED
 from kernels.triton.launches import Launch, Layer, Parts, copying, decoding, prefilling, writing
@@ -188,7 +189,7 @@ def _tensor(*extent: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(extent, dtype=dtype, device="meta")
 
 
-@click.command(help=__doc__)
+@click.command(help=help_of(__doc__))
 @click.option("--json", "as_json", is_flag=True, help="Print figures for other programs.")
 @click.option("--write", "into_document", is_flag=True, help="Put the table into the document.")
 def main(as_json: bool, into_document: bool) -> None:

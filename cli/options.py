@@ -4,6 +4,7 @@ All server commands take the same flags, so that one set (or one environment: KI
 processes, and each process checks all of them; it reads those that concern it. Knows no service.
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -179,9 +180,12 @@ def number(text: str) -> float:
         click.BadParameter: it is none.
     """
     try:
-        return float(text)
+        found = float(text)
     except ValueError as error:
         raise click.BadParameter(f"{text!r} is no number") from error
+    if math.isnan(found):  # which every range would take
+        raise click.BadParameter(f"{text!r} is no number")
+    return found
 
 
 def _device(text: str) -> str:
@@ -375,6 +379,6 @@ def _check_together(options: ServerOptions) -> None:
     if options.listen == options.admin and options.listen.port != 0:
         raise StartError(f"--listen and --admin are both {options.listen}")
     if options.attention == "triton" and options.device == "cpu":
-        raise StartError("--attention triton needs a GPU, and --device is cpu")
+        raise StartError("--attention triton needs an NVIDIA GPU, and --device is cpu; leave one of the two out")
     if options.attention == "cpu" and options.device.startswith("cuda"):
-        raise StartError(f"--attention cpu can't run on --device {options.device}")
+        raise StartError(f"--attention cpu can't run on --device {options.device}; leave one of the two out")

@@ -92,6 +92,9 @@ class AttentionRule:
     A row at position p sees the positions max(0, p - window + 1) .. p of its own sequence. Its scores are
     `scale * q.k`, then `softcap * tanh(score / softcap)`; `sinks`, one logit for each query head, take part in the softmax
     and have no value.
+
+    Scores and sinks may be any finite numbers up to 2e38, be they all far below zero. One of -inf has a weight of 0, and a sink
+    of -inf is none at all. Where a score or a sink is inf or NaN, or all are -inf, the row is NaN: it has no softmax.
     """
 
     scale: float

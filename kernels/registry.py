@@ -37,7 +37,7 @@ def choose(name: str, device: torch.device) -> Choice:
     """
     if name != "auto":
         if device.type != _WORKS_ON.get(name, device.type):
-            raise BackendError(f"--attention {name} works on {_WORKS_ON[name]}, and the device is {device}")
+            raise BackendError(_why_not_on(name, device))
         return _chosen(name)
     best = "triton" if device.type == "cuda" else "cpu"
     try:
@@ -61,6 +61,15 @@ def create(name: str) -> AttentionBackend[Any]:
     from kernels.reference import ReferenceBackend
 
     return ReferenceBackend()
+
+
+def _why_not_on(name: str, device: torch.device) -> str:
+    """Return why a backend does not work on a device, and what to do."""
+    needs = {"cuda": "an NVIDIA GPU", "cpu": "a CPU"}[_WORKS_ON[name]]
+    why = f"--attention {name} needs {needs}, and the device is {device}; leave --attention out for the best that works here"
+    if _WORKS_ON[name] == "cuda" and not torch.cuda.is_available():
+        why += f". If there is a GPU, torch {torch.__version__} does not find it: see nvidia-smi, and install torch for CUDA"
+    return why
 
 
 def _chosen(name: str) -> Choice:

@@ -1,7 +1,8 @@
 """The native backend for CPUs: tensors in, addresses and strides out to kernels/cpu/native.
 
-Knows the interface and the library's structures; not how anything is computed. What the library takes on trust is checked here:
-shapes, dtypes, devices. That tables and slots name blocks of the pool is the caller's part (executor/batch.py checks plans).
+Knows the interface and the library's structures; not how anything is computed. What the library takes on trust is checked here,
+also where Python runs without asserts: shapes and strides (ValueError), dtypes and devices (TypeError). That tables and slots
+name blocks of the pool is the caller's part (executor/batch.py checks plans).
 
 Like torch's own operations, and for the sake of OpenMP, it is used by one thread of the process.
 """
@@ -105,28 +106,22 @@ class CpuBackend:
     def write_kv(self, prepared: PreparedStep, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store each row in its slot."""
         shape, dtype = prepared.cache.shape.layers[layer], prepared.cache.shape.dtype
+        _check_heads(keys, "keys", prepared.rows, shape.kv_heads, shape.key_size)
+        _check_heads(values, "values", prepared.rows, shape.kv_heads, shape.value_size)
         keys, values = _readable(keys, dtype), _readable(values, dtype)
-        assert keys.is_cpu
-        assert values.is_cpu
-        assert keys.shape == (prepared.rows, shape.kv_heads, shape.key_size)
-        assert values.shape == (prepared.rows, shape.kv_heads, shape.value_size)
         call = prepared.write
         call.layer = prepared.layers[layer]
         _put(call.keys, keys)
         _put(call.values, values)
         call.threads = prepared.attend.threads if prepared.rows * shape.token_elements >= _SHARED_WRITE else 1
-        _check(self._library.write(self._number, ctypes.byref(call)))
+        library.check(self._library.write(self._number, ctypes.byref(call)))
 
     def paged_attention(self, prepared: PreparedStep, layer: int, queries: Tensor, rule: AttentionRule) -> Tensor:
         """Attend; queries of another dtype than the pool's are rounded to it."""
         shape, dtype = prepared.cache.shape.layers[layer], prepared.cache.shape.dtype
+        q_heads = check_queries(queries, prepared.rows, shape)
         own = queries if queries.dtype is dtype and queries.stride(-1) == 1 else _readable(queries, dtype)
-        rows, q_heads, size = own.shape
-        assert own.is_cpu
-        assert (rows, size) == (prepared.rows, shape.key_size)
-        assert q_heads > 0
-        assert q_heads % shape.kv_heads == 0
-        output = torch.empty(rows, q_heads, shape.value_size, dtype=dtype)
+        output = torch.empty(prepared.rows, q_heads, shape.value_size, dtype=dtype)
         call = prepared.attend
         call.layer, call.output = prepared.layers[layer], output.data_ptr()
         _put(call.queries, own)
@@ -136,7 +131,7 @@ class CpuBackend:
             prepared.workspace = self.workspace_for(call)
             give_workspace(call, prepared.workspace)
             status = self._library.attend(self._number, ctypes.byref(call))
-        _check(status)
+        library.check(status)
         return output if queries.dtype is dtype else output.to(queries.dtype)
 
     def copy_blocks(self, cache: KvCache, copies: Sequence[tuple[int, int]]) -> None:
@@ -147,16 +142,19 @@ class CpuBackend:
         """Copy whole frames from one tensor of frames to another."""
         if not moves:
             return
-        assert source.shape[1] == destination.shape[1]
-        assert source.dtype == destination.dtype
-        assert source.is_cpu
-        assert destination.is_cpu
-        assert source.stride(1) == destination.stride(1) == 1
+        for frames in source, destination:
+            _check_device(frames, "frames")
+            if frames.dim() != 2 or frames.stride(1) != 1:
+                raise ValueError(f"frames of {list(frames.shape)} are not [frames, elements], elements side by side")
+        if source.dtype != destination.dtype:
+            raise TypeError(f"frames of {source.dtype} do not go into frames of {destination.dtype}")
+        if source.shape[1] != destination.shape[1]:
+            raise ValueError(f"frames of {source.shape[1]} elements do not go into frames of {destination.shape[1]}")
+        if any(len(move) != 2 for move in moves):
+            raise ValueError("moves are pairs: a source and a destination")
         pairs = np.array(moves, dtype=np.int64)
-        assert pairs.shape == (len(moves), 2)
-        assert pairs.min() >= 0
-        assert pairs[:, 0].max() < source.shape[0]
-        assert pairs[:, 1].max() < destination.shape[0]
+        if pairs.min() < 0 or pairs[:, 0].max() >= source.shape[0] or pairs[:, 1].max() >= destination.shape[0]:
+            raise ValueError(f"moves among {source.shape[0]} and {destination.shape[0]} frames name one that is not there")
         size = source.element_size()
         call = CopyCall(
             source=source.data_ptr(),
@@ -176,7 +174,9 @@ class CpuBackend:
         for layer in cache.shape.layers:
             layers.append(_layer(layer, cache.shape, cache.frames.data_ptr() + offset, cache.frames.stride(0)))
             offset += self._elements(layer, cache.shape) * cache.shape.dtype.itemsize
-        assert offset == cache.frames.shape[1] * cache.shape.dtype.itemsize, "the frames are not of this layout"
+        if offset != cache.frames.shape[1] * cache.shape.dtype.itemsize:
+            expected = self.layout(cache.shape).elements
+            raise ValueError(f"frames of {cache.frames.shape[1]} elements are not of this layout, which has {expected}")
         return layers
 
     def _elements(self, layer: LayerShape, shape: CacheShape) -> int:
@@ -195,14 +195,19 @@ class CpuBackend:
 
 
 def fill_attention(call: AttendCall, rule: AttentionRule, q_heads: int) -> Tensor | None:
-    """Put a layer's rule into its call; what is returned has to be kept as long as the call is used."""
+    """Put a layer's rule into its call; what is returned has to be kept as long as the call is used.
+
+    Raises:
+        ValueError: there are not as many sinks as query heads.
+    """
     call.q_heads, call.scale, call.softcap = q_heads, rule.scale, rule.softcap or 0.0
     call.window = min(rule.window or 0, _MAX_WINDOW)
     call.sinks = None
     if rule.sinks is None:
         return None
     sinks = rule.sinks.to("cpu", torch.float32).contiguous()
-    assert sinks.shape == (q_heads,)
+    if sinks.shape != (q_heads,):
+        raise ValueError(f"sinks of {list(sinks.shape)} for {q_heads} query heads")
     call.sinks = sinks.data_ptr()
     return sinks
 
@@ -215,7 +220,10 @@ def give_workspace(call: AttendCall, workspace: Tensor) -> None:
 
 
 def _layer(layer: LayerShape, shape: CacheShape, base: int, stride: int) -> Layer:
-    assert shape.block_size > 0
+    if min(shape.block_size, layer.kv_heads, layer.key_size, layer.value_size) < 1:
+        raise ValueError(f"blocks of {shape.block_size} tokens of {layer}: none of these can be nothing")
+    if shape.dtype not in library.ELEMENTS:
+        raise TypeError(f"pools of {shape.dtype} are not for the CPU's kernels")
     return Layer(
         base=base,
         frame_stride=stride * shape.dtype.itemsize,
@@ -240,22 +248,54 @@ def _put(to: Strided, states: Tensor) -> None:
     to.data, to.row_stride, to.head_stride = states.data_ptr(), row * size, head * size
 
 
-def _check(status: int) -> None:
-    assert status == library.DONE, f"the library refused the call: status {status}"
+def check_queries(queries: Tensor, rows: int, shape: LayerShape) -> int:
+    """Return how many query heads there are, in queries that have to be [rows, q_heads, key_size], on the CPU.
+
+    Raises:
+        TypeError: they are on another device.
+        ValueError: they are not of that shape, or their heads are no multiple of the layer's.
+    """
+    _check_device(queries, "queries")
+    extent = queries.shape
+    if len(extent) != 3 or (extent[0], extent[2]) != (rows, shape.key_size) or not extent[1] or extent[1] % shape.kv_heads:
+        raise ValueError(
+            f"queries of {list(extent)} are not [{rows}, a multiple of {shape.kv_heads}, {shape.key_size}]: rows, heads, elements"
+        )
+    return extent[1]
+
+
+def _check_heads(states: Tensor, what: str, *extent: int) -> None:
+    _check_device(states, what)
+    if states.shape != extent:
+        raise ValueError(f"{what} of {list(states.shape)} are not {list(extent)}: rows, heads, elements")
+
+
+def _check_device(tensor: Tensor, what: str) -> None:
+    if not tensor.is_cpu:
+        raise TypeError(f"{what} lie on {tensor.device}, not on the CPU")
 
 
 def _check_rows(cache: KvCache, rows: StepRows) -> None:
-    sequences = len(rows.query_lengths)
-    assert cache.frames.device.type == "cpu"
-    assert cache.frames.is_contiguous()
-    assert cache.frames.dtype == cache.shape.dtype
-    assert len(rows.context_lengths) == sequences == rows.tables.shape[0]
-    assert 0 <= rows.decodes <= sequences
-    assert rows.tables.is_cpu
-    assert rows.tables.dtype == torch.int32
-    assert rows.write_slots.is_cpu
-    assert rows.write_slots.dtype == torch.int64
-    assert sum(rows.query_lengths) == rows.write_slots.shape[0]
-    assert max(rows.context_lengths, default=0) <= rows.tables.shape[1] * cache.shape.block_size
-    assert all(0 < length <= context for length, context in zip(rows.query_lengths, rows.context_lengths, strict=True))
-    assert all(length == 1 for length in rows.query_lengths[: rows.decodes])
+    """Compare a step with the pool and with itself, once for all its layers."""
+    frames, tables, slots = cache.frames, rows.tables, rows.write_slots
+    for tensor, what, dtype in (
+        (frames, "frames", cache.shape.dtype),
+        (tables, "tables", torch.int32),
+        (slots, "slots", torch.int64),
+    ):
+        _check_device(tensor, what)
+        if tensor.dtype != dtype:
+            raise TypeError(f"{what} are of {tensor.dtype}, not of {dtype}")
+    queries, contexts, sequences = rows.query_lengths, rows.context_lengths, len(rows.query_lengths)
+    if frames.dim() != 2 or not frames.is_contiguous():
+        raise ValueError(f"frames of {list(frames.shape)} are not [frames, elements], contiguous")
+    if tables.dim() != 2 or not len(contexts) == sequences == tables.shape[0]:
+        raise ValueError(f"{sequences} sequences with tables of {list(tables.shape)} and {len(contexts)} contexts")
+    if slots.shape != (sum(queries),):
+        raise ValueError(f"slots of {list(slots.shape)} for {sum(queries)} rows")
+    if not all(0 < length <= context for length, context in zip(queries, contexts, strict=True)):
+        raise ValueError("a sequence has no rows, or a context that is shorter than they are")
+    if max(contexts, default=0) > tables.shape[1] * cache.shape.block_size:
+        raise ValueError(f"a context of {max(contexts)} in a table of {tables.shape[1]} blocks of {cache.shape.block_size}")
+    if not 0 <= rows.decodes <= sequences or any(length != 1 for length in queries[: rows.decodes]):
+        raise ValueError(f"the first {rows.decodes} of {sequences} sequences are not decodes, with one row each")

@@ -26,6 +26,9 @@ from kernels.cpu import build
 #: As kAbi in native/abi.h.
 ABI: Final = 3
 
+#: What the kernel puts behind the name of a mapped file that is there no more, or not that one.
+_DELETED: Final = " (deleted)"
+
 #: As kMaxTurned in native/abi.h.
 MAX_TURNED: Final = 1024
 
@@ -247,7 +250,6 @@ class Library:
     rotate_write: Callable[..., int]  # (instructions, call) -> status
     peaks: Callable[..., int]  # (instructions, call) -> status
     run: Callable[..., int]  # (instructions, operations, count, threads, layer) -> status
-    read: Callable[[int, int, int, int], int]  # (instructions, address, bytes, threads) -> exclusive or of all words
 
     def choose(self, wanted: str | None) -> str:
         """Return the instruction set of that name, or the best one.
@@ -264,6 +266,16 @@ class Library:
     def number(self, name: str) -> int:
         """Return what the functions call a supported instruction set."""
         return self.supported[name]
+
+
+def check(status: int) -> None:
+    """Make an exception of what a call returned, unless it is DONE.
+
+    Raises:
+        RuntimeError: the call was not done: no fault of the memory's owner, but one of ours in what we handed over.
+    """
+    if status != DONE:
+        raise RuntimeError(f"the native kernels refused a call: status {status}")
 
 
 def why_missing() -> str:
@@ -311,7 +323,6 @@ def load_from(folder: Path) -> Library:
     openmp, why_one_thread = _use_openmp(holding)
     pointers = [ctypes.POINTER(structure) for structure in STRUCTURES]
     layer, _, _, attend, write, copy, linear, norm, gate, rotate, peaks, operation = pointers
-    read = (ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
     return Library(
         path=path,
         openmp=openmp,
@@ -330,7 +341,6 @@ def load_from(folder: Path) -> Library:
         run=_function(
             releasing, "kilburn_run", ctypes.c_int, ctypes.c_int32, operation, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
         ),
-        read=_function(releasing, "kilburn_read", ctypes.c_uint64, *read),
     )
 
 
@@ -384,13 +394,18 @@ def _function(library: ctypes.CDLL, name: str, returns: type[Any] | None, *takes
 
 
 def _use_openmp(library: ctypes.CDLL) -> tuple[Path | None, str]:
-    """Hand over torch's OpenMP; return its file, or why there is none."""
-    for scope in _scopes():
+    """Hand over torch's OpenMP; return its file, or why there is none.
+
+    Raises:
+        LibraryError: what this process has loaded can't be found out.
+    """
+    maps = _maps()
+    for scope in _scopes(maps):
         try:
             addresses = [ctypes.cast(scope[name], ctypes.c_void_p).value or 0 for name in _OPENMP]
         except AttributeError:
             continue
-        files = {_mapped(address) for address in addresses}
+        files = {_mapped(address, maps) for address in addresses}
         if len(files) != 1:  # of two runtimes, and a region of the one does not know its number by the other
             continue
         _function(library, "kilburn_use_threads", None, *[ctypes.c_void_p] * len(_OPENMP))(*addresses)
@@ -398,15 +413,21 @@ def _use_openmp(library: ctypes.CDLL) -> tuple[Path | None, str]:
     return None, "torch has brought no OpenMP runtime into this process"
 
 
-def _scopes() -> list[ctypes.CDLL]:
+def _scopes(maps: list[list[str]]) -> list[ctypes.CDLL]:
     """Return where torch's own calls are looked up, in this order: what is global in the process, then what torch links to."""
-    linked = sorted({line[-1] for line in _maps() if line[-1].rpartition("/")[2].startswith("libtorch_cpu.so")})
-    return [ctypes.CDLL(None), *(ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY) for path in linked)]
+    linked = sorted({line[-1] for line in maps if line[-1].rpartition("/")[2].startswith("libtorch_cpu.so")})
+    gone = [path for path in linked if path.endswith(_DELETED)]
+    if gone:
+        raise LibraryError(f"{gone[0].removesuffix(_DELETED)} was replaced since this process loaded it: start it again")
+    try:
+        return [ctypes.CDLL(None), *(ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY) for path in linked)]
+    except OSError as error:
+        raise LibraryError(f"torch's own library, which is loaded, can't be found again: {error}") from None
 
 
-def _mapped(address: int) -> Path | None:
+def _mapped(address: int, maps: list[list[str]]) -> Path | None:
     """Return the file that is mapped at an address."""
-    for line in _maps():
+    for line in maps:
         first, _, last = line[0].partition("-")
         if int(first, 16) <= address < int(last, 16):
             return Path(line[-1])
@@ -415,6 +436,9 @@ def _mapped(address: int) -> Path | None:
 
 def _maps() -> list[list[str]]:
     """Return the lines of the process's maps that have a file: a range of addresses first, the file last."""
-    text = os.fsdecode(_MAPS.read_bytes())  # names of files are bytes, not always UTF-8
+    try:
+        text = os.fsdecode(_MAPS.read_bytes())  # names of files are bytes, not always UTF-8
+    except OSError as error:
+        raise LibraryError(f"{_MAPS}, which tells whose threads torch uses, can't be read: {error.strerror}") from None
     lines = [line.split(maxsplit=5) for line in text.split("\n")]
     return [line for line in lines if len(line) == 6 and line[-1].startswith("/")]

@@ -45,11 +45,24 @@ class PackedWeight:
 
     `blocks` is [outputs / 32, inner / 2, 64], rounded up, filled with zeros. The 64 are twice sixteen outputs by two of the inner
     dimension; the two are side by side in bfloat16, where products of pairs are added at once, else apart: native/linear.h.
+
+    Raises:
+        TypeError: the blocks are not of bfloat16 or float32, on the CPU.
+        ValueError: the blocks are not of that shape, contiguous.
     """
 
     blocks: Tensor
     outputs: int
     inner: int
+
+    def __post_init__(self) -> None:
+        """Refuse blocks behind whose end a product would read."""
+        _element(self.blocks.dtype)
+        _check_kind(self.blocks, self.blocks.dtype)
+        expected = (-(-self.outputs // _BLOCK), -(-self.inner // 2), 2 * _BLOCK)
+        if min(self.outputs, self.inner) < 0 or self.blocks.shape != expected or not self.blocks.is_contiguous():
+            whole, found = [self.outputs, self.inner], list(self.blocks.shape)
+            raise ValueError(f"a weight of {whole} in blocks of {found}, not {list(expected)}, contiguous")
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Return rows of the weight, as [n, inner], for numbers [n]: for models whose head is their embedding as well."""
@@ -120,7 +133,7 @@ class Operations:
         call.output = output.data_ptr()
         call.element, call.rows, call.outputs, call.inner = element, count, weight.outputs, inner
         call.threads = torch.get_num_threads() if weight.outputs * inner * size >= _SHARED_WEIGHT else 1
-        _check(self._library.linear(self._number, byref(call)))
+        library.check(self._library.linear(self._number, byref(call)))
         return output
 
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -158,7 +171,7 @@ class Operations:
         call.input, call.input_stride = rows.data_ptr(), stride * bytes_each
         call.output = output.data_ptr()
         call.element, call.rows, call.size, call.threads = element, count, size, _threads(count * size)
-        _check(self._library.silu_mul(self._number, byref(call)))
+        library.check(self._library.silu_mul(self._number, byref(call)))
         return output
 
     def rotate_write(
@@ -181,8 +194,10 @@ class Operations:
         transformers' modules: the results are theirs bit for bit.
         """
         own, dtype, rows = prepared.cache.shape.layers[layer], prepared.cache.shape.dtype, prepared.rows
+        if queries.dim() != 3:
+            raise ValueError(f"queries of {list(queries.shape)} are not [{rows}, q_heads, {own.key_size}]")
         q_heads = queries.shape[1]
-        rotary = 2 * cosines.shape[1]
+        rotary = 2 * cosines.shape[-1] if cosines.dim() else 0
         if cosines.shape != (rows, rotary // 2) or sines.shape != cosines.shape or rotary > own.key_size:
             raise ValueError(f"angles of {list(cosines.shape)} and {list(sines.shape)} for {rows} rows of {own.key_size}")
         if own.key_size > library.MAX_TURNED:
@@ -203,7 +218,7 @@ class Operations:
         call.cosines, call.cosine_stride = cosines.data_ptr(), cosine_stride * size
         call.sines, call.sine_stride = sines.data_ptr(), sine_stride * size
         call.q_heads, call.rotary, call.interleaved = q_heads, rotary, interleaved
-        _check(self._library.rotate_write(self._number, byref(call)))
+        library.check(self._library.rotate_write(self._number, byref(call)))
         return turned
 
     def _finish_norm(self, call: NormCall, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -215,7 +230,7 @@ class Operations:
         call.weight = _vector(weight, dtype, size)
         call.output = output.data_ptr()
         call.element, call.rows, call.size, call.epsilon, call.threads = element, count, size, epsilon, _threads(count * size)
-        _check(self._library.rms_norm(self._number, byref(call)))
+        library.check(self._library.rms_norm(self._number, byref(call)))
         return output
 
     def peaks(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,7 +245,7 @@ class Operations:
         call = self._peaks
         call.input, call.input_stride, call.rows, call.size = rows.data_ptr(), stride * rows.itemsize, count, size
         call.maxima, call.indexes, call.threads = maxima.data_ptr(), indexes.data_ptr(), _threads(count * size)
-        _check(self._library.peaks(self._number, byref(call)))
+        library.check(self._library.peaks(self._number, byref(call)))
         return maxima, indexes
 
 
@@ -282,7 +297,3 @@ def _check_kind(tensor: Tensor, dtype: torch.dtype) -> None:
         raise TypeError(f"{tensor.dtype} beside {dtype}")
     if not tensor.is_cpu:
         raise TypeError(f"a tensor lies on {tensor.device}, not on the CPU")
-
-
-def _check(status: int) -> None:
-    assert status == library.DONE, f"the library refused the call: status {status}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import library
-from kernels.cpu.backend import CpuBackend, PreparedStep, fill_attention, give_workspace
+from kernels.cpu.backend import CpuBackend, PreparedStep, check_queries, fill_attention, give_workspace
 from kernels.cpu.library import (
     KINDS,
     AttendCall,
@@ -81,7 +81,7 @@ class Program:
         """Record to [rows, outputs] = source [rows, inner] times weight, plus bias; `to` may be of float32 in any case."""
         wide = to.dtype == torch.float32
         self._check(source, weight.inner)
-        self._check(to, weight.outputs, torch.float32 if wide else self._dtype)
+        self._check_written(to, weight.outputs, torch.float32 if wide else self._dtype)
         if weight.blocks.dtype != self._dtype:
             raise TypeError(f"a weight of {weight.blocks.dtype} in a program of {self._dtype}")
         call = LinearCall(
@@ -98,10 +98,10 @@ class Program:
         self._add(call, weight.outputs * weight.inner * self._dtype.itemsize, source, weight, bias, to)
 
     def norm(self, source: Tensor, weight: Tensor, epsilon: float, to: Tensor) -> None:
-        """Record an RMS norm of each row [size], or of each head of rows [heads, size]; `to` is of the same shape, contiguous."""
-        heads, size = source.shape[1:] if source.dim() == 3 else (1, source.shape[1])
-        self._check(source, heads * size)
-        self._check(to, heads * size)
+        """Record an RMS norm of each row [size], or of each head of rows [heads, size], into `to`, [rows, heads * size]."""
+        heads, size = (1, *_of_row(source, 1)) if source.dim() == 2 else _of_row(source, 2)
+        self._check(source, *source.shape[1:])
+        self._check_written(to, heads * size)
         call = NormCall(
             input=source.data_ptr(),
             weight=self._vector(weight, size),
@@ -117,9 +117,10 @@ class Program:
 
     def add_norm(self, source: Tensor, residual: Tensor, weight: Tensor, epsilon: float, to: Tensor) -> None:
         """Record residual += source, and an RMS norm of that, all [rows, size]."""
-        size = source.shape[1]
-        for each in (source, residual, to):
-            self._check(each, size)
+        (size,) = _of_row(source, 1)
+        self._check(source, size)
+        self._check_written(residual, size)
+        self._check_written(to, size)
         call = NormCall(
             input=source.data_ptr(),
             residual=residual.data_ptr(),
@@ -137,9 +138,9 @@ class Program:
 
     def silu_mul(self, source: Tensor, to: Tensor) -> None:
         """Record to [rows, size] = silu(gate) * up, of source [rows, 2 size]: gate and then up."""
-        size = to.shape[1]
+        (size,) = _of_row(to, 1)
         self._check(source, 2 * size)
-        self._check(to, size)
+        self._check_written(to, size)
         call = GateCall(
             input=source.data_ptr(), output=to.data_ptr(), input_stride=self._stride(source), element=self._element, size=size
         )
@@ -152,18 +153,15 @@ class Program:
         own, size = self._cache.shape.layers[layer], self._dtype.itemsize
         if own.key_size > library.MAX_TURNED:
             raise ValueError(f"heads of {own.key_size}; {library.MAX_TURNED} is the most")
-        q_heads, rotary = queries.shape[1], 2 * cosines.shape[1]
-        if queries.shape[2] != own.key_size or rotary > own.key_size:
-            raise ValueError(f"queries of {list(queries.shape)}, turned by {rotary}, in a layer of {own}")
-        for each, width in (
-            (queries, q_heads * own.key_size),
-            (keys, own.kv_heads * own.key_size),
-            (values, own.kv_heads * own.value_size),
-            (cosines, rotary // 2),
-            (sines, rotary // 2),
-            (to, q_heads * own.key_size),
-        ):
-            self._check(each, width)
+        (q_heads, key_size), (pairs,) = _of_row(queries, 2), _of_row(cosines, 1)
+        if key_size != own.key_size or 2 * pairs > key_size:
+            raise ValueError(f"queries of {list(queries.shape)}, turned by {2 * pairs}, in a layer of {own}")
+        self._check(queries, q_heads, key_size)
+        self._check(keys, own.kv_heads, key_size)
+        self._check(values, own.kv_heads, own.value_size)
+        self._check(cosines, pairs)
+        self._check(sines, pairs)
+        self._check_written(to, q_heads * key_size)
         call = RotateCall(
             queries=self._heads(queries),
             turned=to.data_ptr(),
@@ -172,7 +170,7 @@ class Program:
             cosine_stride=cosines.stride(0) * size,
             sine_stride=sines.stride(0) * size,
             q_heads=q_heads,
-            rotary=rotary,
+            rotary=2 * pairs,
         )
         call.write.keys, call.write.values = self._heads(keys), self._heads(values)
         self._rotates.append((call, layer))
@@ -181,11 +179,9 @@ class Program:
     def attend(self, layer: int, queries: Tensor, rule: AttentionRule, to: Tensor) -> None:
         """Record attention from queries [rows, q_heads, key_size] into `to`, [rows, q_heads * value_size]."""
         own = self._cache.shape.layers[layer]
-        q_heads = queries.shape[1]
-        if queries.shape[2] != own.key_size or q_heads % own.kv_heads:
-            raise ValueError(f"queries of {list(queries.shape)} in a layer of {own}")
-        self._check(queries, q_heads * own.key_size)
-        self._check(to, q_heads * own.value_size)
+        q_heads = check_queries(queries, self._most_rows, own)
+        self._check(queries, q_heads, own.key_size)
+        self._check_written(to, q_heads * own.value_size)
         call = AttendCall(queries=self._heads(queries), output=to.data_ptr())
         sinks = fill_attention(call, rule, q_heads)
         self._attends.append((call, layer))
@@ -202,30 +198,25 @@ class Program:
             prepared: of the same rows, by the backend; what neither attends nor writes needs none.
 
         Raises:
-            ValueError: more rows than buffers hold, or other rows than were prepared.
+            ValueError: more rows than buffers hold, other rows than were prepared, or a pool of another shape.
         """
         if not 0 < rows <= self._most_rows:
             raise ValueError(f"{rows} rows in buffers of {self._most_rows}")
         threads = torch.get_num_threads()
-        if self._operations is None:
-            self._operations = self._listed()
+        operations = self._operations = self._operations or self._listed()
         if self._set_for != (rows, threads):
             self._set_rows(rows, threads)
         if self._attends or self._rotates:
             if prepared is None or prepared.rows != rows:
                 raise ValueError(f"{rows} rows, and what was prepared is for others")
             self._point_to(prepared)
-        status = self._run(threads)
+        status = self._backend.run(operations, threads, self._told)
         if status == library.WORKSPACE_TOO_SMALL and prepared is not None:
             for call, _ in self._attends:
                 prepared.workspace = self._backend.workspace_for(call)
             self._point_to(prepared)
-            status = self._run(threads)
-        assert status == library.DONE, f"the library refused the program: status {status}"
-
-    def _run(self, threads: int) -> int:
-        assert self._operations is not None
-        return self._backend.run(self._operations, threads, self._told)
+            status = self._backend.run(operations, threads, self._told)
+        library.check(status)
 
     def _listed(self) -> "ctypes.Array[Operation]":
         return (Operation * len(self._calls))(
@@ -251,6 +242,8 @@ class Program:
         """Let the calls know where this step's tables and slots lie, and the workspace."""
         rows, workspace = prepared.attend.rows, prepared.workspace
         if self._pool is not prepared.layers:
+            if prepared.cache.shape != self._cache.shape:
+                raise ValueError("what was prepared is for a pool of another shape")
             self._pool = prepared.layers
             for attend, layer in self._attends:
                 attend.layer = prepared.layers[layer]
@@ -272,16 +265,24 @@ class Program:
         self._set_for = (0, 0)
         self._pool = None
 
-    def _check(self, tensor: Tensor, width: int, dtype: torch.dtype | None = None) -> None:
-        """Insist on rows for all that a step may have, whose elements lie side by side."""
-        if tensor.dtype != (dtype or self._dtype) or not tensor.is_cpu:
+    def _check(self, tensor: Tensor, *row: int) -> None:
+        """Insist on what is read: rows of this shape for all that a step may have, whose elements lie side by side."""
+        self._check_kind(tensor, self._dtype)
+        if tensor.shape != (self._most_rows, *row) or not _side_by_side(row, tensor.stride()[1:]):
+            raise ValueError(f"{list(tensor.shape)} are not {self._most_rows} rows of {list(row)}, side by side")
+
+    def _check_written(self, tensor: Tensor, width: int, dtype: torch.dtype | None = None) -> None:
+        """Insist on what is written, one row behind the other."""
+        self._check_kind(tensor, dtype or self._dtype)
+        if tensor.shape != (self._most_rows, width) or not tensor.is_contiguous():
+            raise ValueError(f"{list(tensor.shape)} are not {self._most_rows} rows of {width}, contiguous")
+
+    def _check_kind(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        if tensor.dtype != dtype or not tensor.is_cpu:
             raise TypeError(f"{tensor.dtype} on {tensor.device} in a program of {self._dtype}")
-        if tensor.shape[0] != self._most_rows or _inner(tensor.shape[1:], tensor.stride()[1:]) != width:
-            raise ValueError(f"{list(tensor.shape)} are not {self._most_rows} rows of {width}, side by side")
 
     def _vector(self, tensor: Tensor, size: int) -> int:
-        if tensor.dtype != self._dtype or not tensor.is_cpu:
-            raise TypeError(f"{tensor.dtype} on {tensor.device} in a program of {self._dtype}")
+        self._check_kind(tensor, self._dtype)
         if tensor.shape != (size,) or not tensor.is_contiguous():
             raise ValueError(f"{list(tensor.shape)} is not [{size}], contiguous")
         return tensor.data_ptr()
@@ -293,11 +294,18 @@ class Program:
         return Strided(tensor.data_ptr(), self._stride(tensor), tensor.stride(1) * self._dtype.itemsize)
 
 
-def _inner(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return how many elements lie side by side in each row; -1 if they don't."""
+def _of_row(tensor: Tensor, dims: int) -> torch.Size:
+    """Return the shape of a row, which has so many dimensions."""
+    if tensor.dim() != 1 + dims:
+        raise ValueError(f"{list(tensor.shape)} are not rows of {dims} dimension{'s' if dims > 1 else ''}")
+    return tensor.shape[1:]
+
+
+def _side_by_side(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Tell whether the elements of a row lie one behind the other."""
     count = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1 and stride != count:
-            return -1
+            return False
         count *= size
-    return count
+    return True

@@ -17,6 +17,11 @@ ALL = tl.constexpr(0)
 BEFORE_END = tl.constexpr(1)
 BY_POSITION = tl.constexpr(2)  # up to its own, and as far back as the window goes
 
+# What peaks begin with: below every score, so that a row may have none but very low ones; finite, so that -inf - -inf does not
+# arise where a row sees nothing of a tile. A score of -inf has a weight of 0; a row with no other comes to 0 / 0, which is NaN,
+# as in every softmax.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
 
 @triton.jit
 def product(left: tl.tensor, right: tl.tensor, added: tl.tensor) -> tl.tensor:
@@ -102,7 +107,7 @@ def attend_tile(
 
     Args:
         sums: [rows, VALUE_PADDED], the weighted values so far, relative to `peaks`.
-        peaks: [rows], the highest score so far.
+        peaks: [rows], the highest score so far; LOWEST before there is one.
         totals: [rows], the sum of weights so far, relative to `peaks`.
         blocks: [TOKENS], the tile's blocks. Those of the next tile are asked for here and are the last result: so the table
             is never waited for, and the pipeline of K and V has one load in it and not two that depend on each other.
@@ -138,12 +143,8 @@ def attend_tile(
             visible = visible & (tokens[None, :] > positions[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
     higher = tl.maximum(peaks, tl.max(scores, 1))
-    base = higher
-    if SEEN == BY_POSITION and window is not None:
-        # A row whose window begins behind this tile has seen nothing yet: -inf - -inf must not arise.
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores - base[:, None])
-    shrink = tl.exp2(peaks - base)
+    weights = tl.exp2(scores - higher[:, None])
+    shrink = tl.exp2(peaks - higher)
     # As the product takes them; the totals are of the same, so that rounding cancels where few tokens weigh much.
     weights = weights.to(head.dtype.element_ty)
     values = load_tile(head + BLOCK_SIZE * KEY_SIZE, frames + slots * VALUE_SIZE, 1, seen, VALUE_SIZE, VALUE_PADDED, SEEN == ALL)
@@ -156,7 +157,8 @@ def attend_tile(
 def factors(peaks: tl.tensor, totals: tl.tensor, sinks: tl.tensor | None, exists: tl.tensor) -> tl.tensor:
     """Return what to multiply each row's sums with, once all tokens are in: 1 / total.
 
-    With `sinks`, pointers to one more logit for each row that exists, which takes part in the softmax and has no value.
+    With `sinks`, pointers to one more logit for each row that exists, which takes part in the softmax and has no value. One of
+    -inf is none; one of inf or NaN makes the row NaN.
     """
     if sinks is None:
         factor = 1.0 / totals

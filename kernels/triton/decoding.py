@@ -9,7 +9,7 @@ All query heads of a KV head are the rows of one product, so that K and V are lo
 import triton
 import triton.language as tl
 
-from kernels.triton.common import BEFORE_END, attend_tile, factors, load_blocks, load_tile
+from kernels.triton.common import BEFORE_END, LOWEST, attend_tile, factors, load_blocks, load_tile
 
 
 @triton.jit(do_not_specialize=["table_stride", "split_tokens", "window"])
@@ -74,7 +74,7 @@ def decode(
     head = frames + layer_offset + kv_head.to(tl.int64) * (BLOCK_SIZE * (KEY_SIZE + VALUE_SIZE))
     table = tables + sequence * table_stride
     sums = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
-    peaks = tl.full([ROWS], float("-inf"), tl.float32)
+    peaks = tl.full([ROWS], LOWEST, tl.float32)
     totals = tl.zeros([ROWS], tl.float32)
     blocks = load_blocks(table, start, end, BLOCK_SIZE, TOKENS)
     for first in range(start, end, TOKENS):

@@ -9,7 +9,7 @@ that follow each other, wherever a token begins: no ratio of heads wastes a row,
 import triton
 import triton.language as tl
 
-from kernels.triton.common import ALL, BY_POSITION, attend_tile, factors, load_blocks, load_tile
+from kernels.triton.common import ALL, BY_POSITION, LOWEST, attend_tile, factors, load_blocks, load_tile
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def prefill(
     head = frames + layer_offset + kv_head.to(tl.int64) * (BLOCK_SIZE * (KEY_SIZE + VALUE_SIZE))
     table = tables + (decodes + chunk).to(tl.int64) * table_stride
     sums = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
-    peaks = tl.full([ROWS], float("-inf"), tl.float32)
+    peaks = tl.full([ROWS], LOWEST, tl.float32)
     totals = tl.zeros([ROWS], tl.float32)
     if window is None:
         # All rows see all of these tiles.

@@ -270,7 +270,7 @@ def test_a_second_one_in_the_same_place_is_refused(place: Place) -> None:
     ("changes", "reason"),
     [
         ({"model": "/nowhere"}, "there is no such folder"),
-        ({"attention": "triton", "device": "cpu"}, "--attention triton works on cuda, and the device is cpu"),
+        ({"attention": "triton", "device": "cpu"}, "--attention triton needs an NVIDIA GPU, and the device is cpu; leave"),
         ({"attention": "nonsense"}, "there is no such backend"),
         ({"device": "tpu"}, "--device tpu: write auto, cpu, cuda or cuda:N"),
         ({"device": "cpu:1"}, "--device cpu:1: write auto"),

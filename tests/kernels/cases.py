@@ -146,7 +146,7 @@ def computed(backend: AttentionBackend[Any], step: Step, cache: KvCache, tables:
     """Return each layer's result; the tables are handed over with `spare` entries more than the longest needs."""
     case, device = step.case, str(cache.frames.device)
     with threads(case.threads):
-        _write_past(backend, cache, step, tables, spare)
+        write_past(backend, cache, step, tables, spare)
         rows = rows_of(step.sequences, tables, case.block_size, cache.scratch, device, spare)
         prepared = backend.prepare(cache, rows)
         found = []
@@ -173,7 +173,7 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _write_past(backend: AttentionBackend[Any], cache: KvCache, step: Step, tables: list[list[int]], spare: int) -> None:
+def write_past(backend: AttentionBackend[Any], cache: KvCache, step: Step, tables: list[list[int]], spare: int) -> None:
     """Write what earlier steps would have left, all of it at once."""
     members = [number for number, sequence in enumerate(step.sequences) if sequence.past]
     if not members:

@@ -2,8 +2,9 @@
 
     python -m tests.kernels.fuzz [--seconds 600] [--seed N] [--trials N] [--sanitize] [--prove]
 
-A trial is a step of random shapes, strides, tables and lengths, and copies of random frames; its number is its seed. Trials run
-in a child process, so that one which kills it has a number, too: `--seed N --trials 1` does that one again.
+A trial is a step of random shapes, strides, tables and lengths, copies of random frames, and a program of a decoder of these
+shapes, beside the same operations one by one; its number is its seed. Trials run in a child process, so that one which kills it
+has a number, too: `--seed N --trials 1` does that one again.
 
 With --sanitize the library is compiled with AddressSanitizer and UBSan, tables have no entry to spare, and the frames that no
 table names are forbidden: an access out of bounds ends the run with a report. --prove makes such faults first, one of each kind
@@ -31,6 +32,7 @@ from kernels.reference import ReferenceBackend
 from tests.kernels import sanitized
 from tests.kernels.attention_oracle import LIMITS, error
 from tests.kernels.cases import Case, Sequence, computed, float64, outputs, poisoned, step_of, tables_of, threads
+from tests.kernels.fuzz_programs import program_once
 
 #: Elements of K and V in a step, and products of queries with keys: so many that a trial takes some tens of milliseconds.
 _MOST_CACHED: Final = 300_000
@@ -138,6 +140,7 @@ def try_once(seed: int, *, forbid: bool) -> None:
     known = library.instructions()
     attend_once(CpuBackend(known[seed % len(known)]), case, forbid=forbid)
     copy_once(CpuBackend(), case)
+    program_once(CpuBackend(known[seed // 2 % len(known)]), case, forbid=forbid)
 
 
 # --------------------------------------------------------------------------------------------------------- many of them
@@ -164,7 +167,8 @@ def _try_planted(name: str, seeds: range) -> NoReturn:
     try:
         for seed in seeds:
             with suppress(AssertionError):
-                attend_once(sanitized.planted(name), case_of(seed), forbid=True)
+                once = program_once if sanitized.PLANTS[name].function == "run" else attend_once
+                once(sanitized.planted(name), case_of(seed), forbid=True)
     finally:
         os._exit(0)
 

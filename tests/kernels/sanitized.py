@@ -8,7 +8,7 @@ CPU. Frames of a pool can be forbidden besides.
 import ctypes
 import os
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 from kernels.cpu import backend as backend_module
 from kernels.cpu import build, library
 from kernels.cpu.backend import CpuBackend
+from kernels.cpu.library import KINDS, AttendCall, GateCall, LinearCall, NormCall, RotateCall
 from kernels.interface import KvCache
 
 #: Nothing is optimized: an access that is of no use is made all the same.
@@ -82,9 +83,11 @@ def forbidden(pool: KvCache, tables: list[list[int]]) -> Iterator[None]:
 class Plant:
     """An address in a call that is moved: by one float32 or one entry, where nothing else is said."""
 
-    function: Literal["attend", "write"]
+    function: Literal["attend", "write", "run"]
     path: str
     bytes: int = 4
+    call: type[Any] | None = None  # of `run`: the kind of the operations that have the fault
+    where: Callable[[Any], bool] = lambda _: True  # and which of them
 
     def put(self, call: Any) -> None:
         """Put the fault into a call."""
@@ -108,6 +111,16 @@ PLANTS: Final = {
     "values": Plant("write", "values.data"),
     "slots": Plant("write", "rows.write_slots", bytes=8),
     "written frames": Plant("write", "layer.base"),
+    "a program's weight": Plant("run", "weight", call=LinearCall),
+    "a program's bias": Plant("run", "bias", call=LinearCall),
+    "a wide product": Plant("run", "output", call=LinearCall, where=lambda call: bool(call.wide)),
+    "a program's sum": Plant("run", "sum", call=NormCall),
+    "norms of heads": Plant("run", "output", call=NormCall, where=lambda call: call.heads > 1),
+    "heads of norms": Plant("run", "head_stride", 64, NormCall, lambda call: call.heads > 1),
+    "a program's gate": Plant("run", "input", call=GateCall),
+    "a program's angles": Plant("run", "cosines", call=RotateCall),
+    "a program's heads": Plant("run", "turned", call=RotateCall),
+    "a program's output": Plant("run", "output", call=AttendCall),
 }
 
 
@@ -121,6 +134,19 @@ def planted(name: str) -> CpuBackend:
         status: int = function(instructions, reference)
         return status
 
+    def run(instructions: int, operations: Any, *others: Any) -> int:
+        assert plant.call is not None
+        for operation in operations:
+            if operation.kind == KINDS[plant.call]:
+                its = plant.call.from_address(operation.call)
+                if plant.where(its):
+                    plant.put(its)
+        status: int = function(instructions, operations, *others)
+        return status
+
     known = faulty._library
-    faulty._library = replace(known, attend=call) if plant.function == "attend" else replace(known, write=call)
+    if plant.function == "run":
+        faulty._library = replace(known, run=run)
+    else:
+        faulty._library = replace(known, attend=call) if plant.function == "attend" else replace(known, write=call)
     return faulty

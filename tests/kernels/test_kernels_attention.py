@@ -1,19 +1,23 @@
 """What every backend must do, by name: edges, odd sizes, several layers, whatever hypothesis comes to; copies and writes."""
 
 import math
+from dataclasses import replace
+from typing import Final
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kernels import reference
 from kernels.interface import AttentionRule, CacheShape, KvCache, LayerShape
 from kernels.reference import ReferenceBackend
 from tests.kernels import backends
-from tests.kernels.attention_oracle import LIMITS
+from tests.kernels.attention_oracle import LIMITS, attend
 from tests.kernels.backends import Subject
-from tests.kernels.cases import Case, Sequence, check, rows_of, tables_of, threads
+from tests.kernels.cases import Case, Sequence, check, float64, rows_of, tables_of, threads
 
 every_backend = pytest.mark.parametrize("subject", backends.parameters(), indirect=True)
 
@@ -88,6 +92,125 @@ def test_scores_that_only_a_peak_subtracted_can_take(subject: Subject, offset: f
     found = backend.paged_attention(prepared, 0, torch.ones(20, 2, 32, device=device), AttentionRule(scale=1.0))
     means = values.cumsum(0) / torch.arange(1, 21)[:, None, None]  # all scores are alike
     torch.testing.assert_close(found.cpu(), means.expand(20, 2, 32), atol=1e-5, rtol=1e-5)
+
+
+#: numpy's warnings where Triton's interpreter comes to infinity or NaN, as a GPU does without a word.
+INTERPRETED_WARNS: Final = "ignore:(invalid value|overflow|divide by zero|All-NaN slice) encountered:RuntimeWarning"
+
+#: Scores of tokens, the first ones and then all others, of a context that is several tiles and several splits long.
+_STRANGE_SCORES: Final = {
+    "very low": (-1e35, -1e35),
+    "very low and lower": (-3e35, -2e35),
+    "the lowest": (-2e38, -2e38),
+    "low before what is usual": (-1e35, 1.0),
+    "usual before low": (1.0, -1e35),
+    "very high": (1e35, 1e35),
+    "the highest beside the lowest": (2e38, -2e38),
+    "nothing before what is usual": (-math.inf, 1.0),
+    "usual before nothing": (1.0, -math.inf),
+    "nothing before very low": (-math.inf, -1e35),
+    "nothing": (-math.inf, -math.inf),
+    "too much": (1.0, math.inf),
+    "too much before what is usual": (math.inf, 1.0),
+    "no number": (1.0, math.nan),
+    "no number before what is usual": (math.nan, 1.0),
+}
+
+
+def attended_with(
+    subject: Subject, scores: tuple[float, float] | Tensor, rule: AttentionRule, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Return what two query heads come to, as [rows, heads, size], and what the oracle says.
+
+    The score is the first element of a key: the first of two is that of the first 170 of 300 tokens. The rows are a chunk around
+    that place, and a decode at the end.
+    """
+    backend, device = subject.backend, subject.device
+    shape = CacheShape((LayerShape(1, 16, 16),), 16, dtype)
+    values = torch.randn(300, 1, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    keys = torch.zeros(300, 1, 16, dtype=dtype)
+    if isinstance(scores, Tensor):
+        keys[:, 0, 0] = scores.to(dtype)
+    else:
+        keys[:170, 0, 0], keys[170:, 0, 0] = scores
+    queries = torch.zeros(12, 2, 16, dtype=dtype)
+    queries[..., 0] = 1.0
+    cache = KvCache(shape, torch.full((20, backend.layout(shape).elements), math.nan, dtype=dtype, device=device))
+    everything = rows_of([Sequence(0, 300)], [list(range(19))], 16, cache.scratch, device)
+    backend.write_kv(backend.prepare(cache, everything), 0, keys.to(device), values.to(device))
+    steps = [Sequence(299, 1), Sequence(165, 11)]
+    own = replace(rule, sinks=None if rule.sinks is None else rule.sinks.to(device))
+    rows = rows_of(steps, [list(range(19))] * 2, 16, cache.scratch, device)
+    found = backend.paged_attention(backend.prepare(cache, rows), 0, queries.to(device), own).cpu()
+    with np.errstate(invalid="ignore"):
+        expected = [
+            attend(float64(queries[: step.rows]), float64(keys[: step.context]), float64(values[: step.context]), rule)
+            for step in steps
+        ]
+    return found, torch.from_numpy(np.concatenate(expected))
+
+
+@every_backend
+@pytest.mark.filterwarnings(INTERPRETED_WARNS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("name", _STRANGE_SCORES)
+def test_scores_far_from_any_usual_one(subject: Subject, name: str, window: int | None, dtype: torch.dtype) -> None:
+    """As the oracle in float64 has them, NaN where it has NaN, whichever tile, split or thread meets them first."""
+    for count in 1, 3:
+        with threads(count):
+            rule = AttentionRule(scale=1.0, window=window)
+            found, expected = attended_with(subject, _STRANGE_SCORES[name], rule, dtype)
+        torch.testing.assert_close(found.double(), expected, atol=LIMITS[dtype], rtol=LIMITS[dtype], equal_nan=True)
+
+
+#: What scores do from token to token, over several tiles: whether a maximum is taken anew must not show.
+_COURSES: Final[dict[str, Tensor]] = {
+    "rising a little": torch.linspace(-2, 2, 300),
+    "rising by powers": torch.linspace(-40, 40, 300),
+    "rising steeply": torch.linspace(-1000, 1000, 300),
+    "falling by powers": torch.linspace(40, -40, 300),
+    "falling steeply": torch.linspace(1000, -1000, 300),
+    "up and down": 30 * torch.linspace(0, 12, 300).sin(),
+    "one step that is just no leap": torch.where(torch.arange(300) < 150, 0.0, 5.5),
+    "one step that is just a leap": torch.where(torch.arange(300) < 150, 0.0, 5.6),
+}
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", _COURSES)
+def test_scores_that_rise_and_fall_along_the_context(subject: Subject, name: str, dtype: torch.dtype) -> None:
+    rule = AttentionRule(scale=1.0, sinks=torch.tensor([3.0, -3.0]))
+    found, expected = attended_with(subject, _COURSES[name], rule, dtype)
+    torch.testing.assert_close(found.double(), expected, atol=LIMITS[dtype], rtol=LIMITS[dtype])
+
+
+@every_backend
+@pytest.mark.filterwarnings(INTERPRETED_WARNS)
+@pytest.mark.parametrize("sink", [-math.inf, math.inf, math.nan, -1e35, 1e35, 0.0])
+@pytest.mark.parametrize("scores", [(1.0, 2.0), (-1e35, -1e35), (-math.inf, -math.inf), (1.0, math.inf)], ids=str)
+def test_sinks_far_from_any_usual_one(subject: Subject, sink: float, scores: tuple[float, float]) -> None:
+    """One head has that sink, and its neighbour an ordinary one."""
+    rule = AttentionRule(scale=1.0, sinks=torch.tensor([sink, 0.5]))
+    found, expected = attended_with(subject, scores, rule)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def test_the_oracle_knows_the_edges() -> None:
+    """What the two tests above compare with, by hand: one row, three tokens that are alike."""
+    values = np.array([1.0, 2.0, 6.0]).reshape(3, 1, 1)
+
+    def found(score: float, sink: float | None) -> float:
+        rule = AttentionRule(scale=1.0, sinks=None if sink is None else torch.tensor([sink]))
+        with np.errstate(invalid="ignore"):
+            return float(attend(np.ones((1, 1, 1)), np.full((3, 1, 1), score), values, rule)[0, 0, 0])
+
+    assert found(-1e35, None) == found(0.0, -math.inf) == 3.0
+    assert found(0.0, 1e35) == found(-math.inf, 0.0) == 0.0
+    assert found(-(2.0**116), -(2.0**116)) == 9 / 4
+    for nothing in found(-math.inf, None), found(-math.inf, -math.inf), found(0.0, math.inf), found(0.0, math.nan):
+        assert math.isnan(nothing)
 
 
 @pytest.mark.parametrize("limit", [1, 100, 1000])

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from benchmarks import kernels as command
 from benchmarks import kernels_cases as cases
+from benchmarks import kernels_parts as parts
 from benchmarks import kernels_report as report
 from benchmarks.figure import Curve, ratio_curves
 from benchmarks.kernels_cases import Case, Heads, NoRoomError, Room, room
@@ -25,6 +27,7 @@ from benchmarks.kernels_data import Source, difference, noise, queries
 from benchmarks.kernels_peers import Contiguous
 from benchmarks.kernels_pools import Paged
 from benchmarks.kernels_rounds import Limits, fastest, geometric_mean, measure, ratio
+from benchmarks.options import check_writable, help_of, write
 from benchmarks.plain_read import reads
 from kernels.cpu.library import why_missing
 from kernels.reference import ReferenceBackend
@@ -324,15 +327,83 @@ def test_a_claim_that_fails_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, 
     ("words", "reason"),
     [
         (["--check", "--threads", "1"], "two threads of a CPU"),
-        (["--check", "--only", "decode", "--match", "no such case"], "nothing was measured"),
+        (["--check", "--only", "decode", "--match", "decode 1 x 2048 (9", "--memory-mib", "1"], "nothing was measured"),
         (["--svg", "picture.svg", "--only", "decode"], "--only blocks"),
+        (["--svg", "picture.svg", "--match", "qkv"], "--match has to leave some of it"),
+        (["--svg", "no such folder/picture.svg"], "picture.svg can't be written: No such file or directory"),
+        (["--match", "no such case"], "no case has 'no such case' in its name; there are 'decode 1 x 128 (9, 3, 64)', "),
+        (["--match", "qkv", "--match", "prefil 512"], "no case has 'prefil 512' in its name"),
+        (["--match", "qkv", "--only", "table"], "there are 'table 1 x 512 (9, 3, 64)', "),
+        (["--seconds", "nan"], "nan is no number of seconds"),
+        (["--seconds", "inf"], "inf is not in the range 0.01<=x<=3600"),
         (["--device", "cuda", "--vllm-python", sys.executable], "--device cuda needs"),
     ],
 )
 def test_what_can_not_be_done_is_refused(words: list[str], reason: str) -> None:
     done = CliRunner().invoke(command.main, [*SMALL, *words])
     assert done.exit_code == 2
-    assert reason in done.output
+    assert reason in " ".join(done.output.split())
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_part_without_a_case_has_no_table() -> None:
+    words = [*SMALL, "--only", "decode", "--only", "table", "--match", "decode 1 x 128 (9"]
+    done = CliRunner().invoke(command.main, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "decode 1 x 128 (9, 3, 64)" in done.output
+    assert report.line(report.TABLE_COLUMNS).strip() not in done.output
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("reason", [parts.WrongError("the results differ"), KeyboardInterrupt()], ids=repr)
+def test_a_picture_has_what_was_measured_before_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: BaseException
+) -> None:
+    def ends(*_: object) -> Iterator[report.AnyRow]:
+        yield BLOCKS
+        raise reason
+
+    monkeypatch.setattr(parts, "blocks", ends)
+    picture = tmp_path / "blocks.svg"
+    done = CliRunner().invoke(command.main, [*SMALL, "--only", "blocks", "--svg", str(picture)])
+    assert done.exit_code == 1
+    texts = [element.text for element in ElementTree.fromstring(picture.read_text()).iter()]
+    assert BLOCKS.name.removeprefix("blocks ") in texts
+
+
+@pytest.mark.usefixtures("threads")
+def test_where_nothing_can_be_drawn_it_says_so_and_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "blocks", lambda *_: iter([report.Skip("blocks", "no room")]))
+    for before in None, "an older picture":
+        picture = tmp_path / "blocks.svg"
+        if before is not None:
+            picture.write_text(before)
+        done = CliRunner().invoke(command.main, [*SMALL, "--only", "blocks", "--svg", str(picture)], catch_exceptions=False)
+        assert done.exit_code == 0
+        assert f"{picture} was not written: no curve over block sizes was measured" in done.output
+        assert (picture.read_text() if picture.exists() else None) == before
+
+
+def test_a_picture_in_a_folder_that_takes_none_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(click.BadParameter, match="can't be written: Not a directory"):
+        check_writable(tmp_path / "file" / "picture.svg", "--svg")
+    check_writable(tmp_path / "new", "--svg")
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(click.ClickException, match="can't be written: Is a directory"):
+        write(tmp_path, "text")
+
+
+def test_what_stands_in_columns_stays_in_them_in_the_help() -> None:
+    done = CliRunner().invoke(command.main, ["--help"], terminal_width=80)
+    assert done.exit_code == 0
+    lines = [line.strip() for line in done.output.splitlines()]
+    arranged = [line.strip() for line in (command.__doc__ or "").splitlines() if line.startswith((*cases.PARTS, "    python"))]
+    assert len(arranged) == len(cases.PARTS) + 1
+    assert set(arranged) <= set(lines)
+    assert help_of("One\nline.\n\n1. This\n   that\n") == "One\nline.\n\n\b\n1. This\n   that"
 
 
 @pytest.mark.processes

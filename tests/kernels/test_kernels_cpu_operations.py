@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from kernels.cpu import library
 from kernels.cpu.backend import CpuBackend
-from kernels.cpu.operations import FEW_ROWS, Operations, pack
+from kernels.cpu.operations import FEW_ROWS, Operations, PackedWeight, pack
 from kernels.interface import CacheShape, KvCache, LayerShape, StepRows
 from tests.kernels.backends import need_cpu_library
 
@@ -144,6 +143,35 @@ def test_a_packed_weight_gives_its_rows_back(dtype: torch.dtype, outputs: int, i
         packed = pack(laid_out)
         assert torch.equal(packed.rows(numbers), weight[numbers])
         assert packed.blocks.shape == (-(-outputs // 32), -(-inner // 2), 64)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "outputs", "inner"),
+    [
+        (torch.ones(1, 4, 64), 33, 8),
+        (torch.ones(1, 4, 64), 3, 9),
+        (torch.ones(1, 4, 64), 0, 8),
+        (torch.ones(1, 4, 64), -3, 8),
+        (torch.ones(0, 4, 64), -3, 8),
+        (torch.ones(1, 4, 32), 3, 8),
+        (torch.ones(1, 4, 65), 3, 8),
+        (torch.ones(4, 64), 3, 8),
+        (torch.ones(3, 8), 3, 8),
+        (torch.ones(1, 64, 4).transpose(1, 2), 3, 8),
+        (torch.ones(1, 1, 64).expand(1, 4, 64), 3, 8),
+    ],
+)
+def test_a_weight_made_by_hand_has_to_be_whole(blocks: Tensor, outputs: int, inner: int) -> None:
+    PackedWeight(torch.ones(1, 4, 64), 3, 8)
+    with pytest.raises(ValueError, match=rf"a weight of \[{outputs}, {inner}\] in blocks of \[.*\], not \[.*, 64\], contiguous"):
+        PackedWeight(blocks, outputs, inner)
+
+
+def test_a_weight_made_by_hand_has_to_be_of_a_dtype_that_products_know() -> None:
+    with pytest.raises(TypeError, match="bfloat16 or float32 is wanted"):
+        PackedWeight(torch.ones(1, 4, 64).half(), 3, 8)
+    with pytest.raises(TypeError, match="lies on meta, not on the CPU"):
+        PackedWeight(torch.ones(1, 4, 64, device="meta"), 3, 8)
 
 
 # --------------------------------------------------------------------------------------------------------------- norms
@@ -391,16 +419,25 @@ def test_the_model_turns_as_this_test_does() -> None:
         assert torch.equal(turned(states, cosines, sines, False), theirs[0].transpose(0, 1))
 
 
-def test_angles_that_do_not_fit_are_refused() -> None:
+def test_heads_and_angles_that_do_not_fit_are_refused() -> None:
     shape = CacheShape((LayerShape(2, 32, 32),), 16, torch.float32)
     operations = Operations()
     here = step(operations.instructions, shape, [3], torch.Generator().manual_seed(0))
     prepared = here.backend.prepare(here.cache, here.rows)
     states = torch.ones(3, 2, 32)
-    for angles in torch.ones(2, 16), torch.ones(3, 17):
+    for angles in torch.ones(2, 16), torch.ones(3, 17), torch.ones(16), torch.ones(()), torch.ones(3, 16, 1):
         with pytest.raises(ValueError, match="angles of"):
             operations.rotate_write(prepared, 0, states, states, states, angles, angles)
     angles = torch.ones(3, 16)
+    with pytest.raises(ValueError, match=r"angles of \[3, 16\] and \[3, 15\]"):
+        operations.rotate_write(prepared, 0, states, states, states, angles, angles[:, 1:])
+    for bad in torch.ones(96), torch.ones(3, 64), torch.ones(3, 2, 32, 1), torch.ones(()):
+        with pytest.raises(ValueError, match=r"queries of \[.*\] are not \[3, q_heads, 32\]"):
+            operations.rotate_write(prepared, 0, bad, states, states, angles, angles)
+        with pytest.raises(ValueError, match=r"\[.*\] is not \[3, 2, 32\]"):
+            operations.rotate_write(prepared, 0, states, bad, states, angles, angles)
+        with pytest.raises(ValueError, match=r"\[.*\] is not \[3, 2, 32\]"):
+            operations.rotate_write(prepared, 0, states, states, bad, angles, angles)
     with pytest.raises(ValueError, match=r"\[3, 2, 16\] is not \[3, 2, 32\]"):
         operations.rotate_write(prepared, 0, states, states[..., :16], states, angles, angles)
     with pytest.raises(TypeError, match=r"bfloat16 beside torch\.float32"):
@@ -437,16 +474,3 @@ def test_angles_that_do_not_fit_are_refused() -> None:
 def test_what_does_not_fit_is_refused(call: Callable[[Operations], object], error: type[Exception], reason: str) -> None:
     with pytest.raises(error, match=reason):
         call(Operations())
-
-
-# ---------------------------------------------------------------------------------------------------------------- read
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 63, 64, 65, 1000, 64 * 1024 + 13])
-def test_a_read_reads_everything(operations: Operations, size: int, threads: int) -> None:
-    memory = np.random.default_rng(size).integers(0, 256, size + 3, dtype=np.uint8)[3:]
-    here = library.load()
-    found = here.read(here.number(operations.instructions), memory.ctypes.data, size, threads)
-    padded = np.concatenate((memory, np.zeros(-size % 8, dtype=np.uint8)))
-    assert found == int(np.bitwise_xor.reduce(padded.view(np.uint64), initial=0))

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Final
 
 import pytest
@@ -163,6 +164,22 @@ def test_what_does_not_fit_is_refused_when_it_is_recorded() -> None:
     layer = Layer(INSTRUCTIONS[-1], torch.bfloat16)
     program, hidden, *_ = layer.record(ctypes.c_int32(0))
     good = program.buffer(layer.qkv.outputs)
+    heads = good.view(MOST_ROWS, -1, SIZE)
+    queries, keys, angles = heads[:, :Q_HEADS], heads[:, :KV_HEADS], program.buffer(SIZE // 2)
+    turned, narrow = program.buffer(Q_HEADS * SIZE), program.buffer(KV_HEADS * SIZE)
+    no_memory = torch.zeros(1, HIDDEN, dtype=torch.bfloat16).expand(MOST_ROWS, -1)  # of all rows, for one
+
+    def turn(
+        queries: Tensor = queries,
+        keys: Tensor = keys,
+        values: Tensor = keys,
+        cosines: Tensor = angles,
+        sines: Tensor = angles,
+        to: Tensor = turned,
+    ) -> None:
+        program.rotate_write(0, queries, keys, values, cosines, sines, to)
+
+    turn()
     refused: list[Callable[[], None]] = [
         lambda: program.linear(program.buffer(HIDDEN + 1), layer.qkv, None, good),
         lambda: program.linear(hidden[:7], layer.qkv, None, good),
@@ -172,6 +189,35 @@ def test_what_does_not_fit_is_refused_when_it_is_recorded() -> None:
         lambda: program.add_norm(hidden, good, layer.norms[0], 1e-5, hidden),
         lambda: program.silu_mul(hidden, hidden),
         lambda: program.attend(0, good.view(MOST_ROWS, -1, 12), RULE, hidden),
+        lambda: program.attend(0, turned, RULE, turned),
+        lambda: program.attend(0, heads[:, :0], RULE, program.buffer(0)),
+        lambda: program.attend(0, heads[:, :3], RULE, program.buffer(3 * SIZE)),
+        lambda: program.attend(0, queries[1:], RULE, turned),
+        lambda: program.attend(0, queries, AttentionRule(1.0, sinks=torch.zeros(Q_HEADS + 1)), turned),
+        lambda: turn(queries=turned),
+        lambda: turn(queries=turned[:, 0]),
+        lambda: turn(queries=heads[1:, :Q_HEADS]),
+        lambda: turn(keys=narrow),
+        lambda: turn(keys=narrow.view(MOST_ROWS, 1, -1)),  # as wide, but its second head would be the next row's first
+        lambda: turn(values=narrow.view(MOST_ROWS, 1, -1)),
+        lambda: turn(cosines=angles[:, 0]),
+        lambda: turn(cosines=angles[:, 1:]),
+        lambda: turn(cosines=program.buffer(SIZE), sines=program.buffer(SIZE)),
+        lambda: turn(sines=angles[:7]),
+        lambda: turn(to=good),
+        lambda: turn(to=heads[:, :Q_HEADS].flatten(1).T.contiguous().T),
+        lambda: program.linear(hidden[:, 0], layer.qkv, None, good),
+        lambda: program.norm(hidden[:, 0], layer.norms[0], 1e-5, hidden),
+        lambda: program.add_norm(hidden[:, 0], hidden, layer.norms[0], 1e-5, hidden),
+        lambda: program.silu_mul(good, good[:, 0]),
+        # What is written lies one row behind the other, whatever the strides.
+        lambda: program.linear(turned, layer.out, None, no_memory),
+        lambda: program.linear(turned, layer.out, None, good[:, :HIDDEN]),
+        lambda: program.norm(hidden, layer.norms[0], 1e-5, no_memory),
+        lambda: program.add_norm(hidden, no_memory, layer.norms[0], 1e-5, hidden),
+        lambda: program.add_norm(hidden, hidden, layer.norms[0], 1e-5, no_memory),
+        lambda: program.silu_mul(program.buffer(2 * HIDDEN), no_memory),
+        lambda: program.attend(0, queries, RULE, turned[:1].expand(MOST_ROWS, -1)),
     ]
     for record in refused:
         with pytest.raises(ValueError):
@@ -192,3 +238,7 @@ def test_rows_that_were_not_prepared_are_refused() -> None:
     for count, what in ((0, prepared), (MOST_ROWS + 1, prepared), (3, prepared), (3, None)):
         with pytest.raises(ValueError):
             program.run(count, what)
+    shape = replace(layer.pools[1].shape, layers=(LayerShape(KV_HEADS, SIZE, SIZE + 16),))
+    other = KvCache(shape, torch.zeros(BLOCKS + 1, layer.backend.layout(shape).elements))
+    with pytest.raises(ValueError, match="for a pool of another shape"):
+        program.run(prepared.rows, layer.backend.prepare(other, rows))

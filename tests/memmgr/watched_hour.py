@@ -22,6 +22,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.options import Seconds
 from kilburn.v1 import admin_pb2 as admin
 from memmgr.core.events import Record
 from memmgr.core.lineage import root_hash
@@ -180,7 +181,7 @@ class Hour:
 
 
 @click.command(help=__doc__)
-@click.option("--seconds", type=click.FloatRange(1), default=3600.0, show_default=True, help="Of simulated time.")
+@click.option("--seconds", type=Seconds(1), default=3600.0, show_default=True, help="Of simulated time.")
 @click.option("--seed", type=int, default=1, show_default=True)
 def main(seconds: float, seed: int) -> None:
     """Run it and say what happened."""

@@ -75,8 +75,8 @@ struct CopyCall {
   int32_t threads;
 };
 
-// The small operations, in kFloat32 or kBfloat16 where nothing else is said. The elements of a row lie side by side, rows of what is read any stride apart
-// (in bytes), rows of what is written one behind the other.
+// The small operations, in kFloat32 or kBfloat16 where nothing else is said. The elements of a row lie side by side; rows of what
+// is read lie any stride apart (in bytes), rows of what is written one behind the other.
 
 // output[row] = weight input[row] + bias.
 struct LinearCall {
@@ -93,8 +93,8 @@ struct LinearCall {
   int32_t threads;
 };
 
-// sum = input + residual; output = weight * sum / sqrt(mean of the sum's squares + epsilon). Each row may have several heads, which
-// are normed one by one: `size` is a head's then, and there is no residual.
+// sum = input + residual; output = weight * sum / sqrt(mean of the sum's squares + epsilon). Each row may have several heads,
+// which are normed one by one: `size` is a head's then, and there is no residual.
 struct NormCall {
   const char* input;     // [rows, heads, size]
   const char* residual;  // [rows, size], or null: then sum is the input, and not written
@@ -126,8 +126,8 @@ struct GateCall {
 // The largest key_size of a RotateCall.
 constexpr int kMaxTurned = 1024;
 
-// Queries and keys turned by their rows' angles; then K and V written. In any dtype, that of the pool. The first `rotary` elements of
-// a head turn, in pairs of (i, i + rotary / 2), or of (2 i, 2 i + 1) if they are interleaved.
+// Queries and keys turned by their rows' angles; then K and V written. In any dtype, that of the pool. The first `rotary`
+// elements of a head turn, in pairs of (i, i + rotary / 2), or of (2 i, 2 i + 1) if they are interleaved.
 struct RotateCall {
   WriteCall write;
   Strided queries;
@@ -172,5 +172,4 @@ struct Kernels {
   void (*silu_mul)(const GateCall&, int thread, int threads);
   void (*rotate_write)(const RotateCall&, int thread, int threads);
   void (*peaks)(const PeaksCall&, int thread, int threads);
-  uint64_t (*read)(const char* memory, int64_t bytes, int thread, int threads);
 };

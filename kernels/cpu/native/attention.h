@@ -29,7 +29,10 @@ constexpr int kColumnsTogether = 1;
 #endif
 
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLowest = -1e30f;  // finite, so that a difference of two of them is 0
+
+// What maxima begin with: below every score, so that a row may have none but very low ones; finite, so that a difference of two is 0.
+// A score of -inf is below it and has a weight of 0; a row that has no other score comes to 0 / 0, which is NaN, as in every softmax.
+constexpr float kLowest = -__FLT_MAX__;
 
 // --------------------------------------------------------------------------------------------------------- the problem
 
@@ -355,10 +358,10 @@ void finish(const Problem<E>& problem, int row, int head, int rows, const Sums& 
       const int query_head = head * problem.group + member;
       float total = sum_of(load(sums.weights + 16 * at)), factor = 1.0f;
       if (call.sinks) {
-        // Of the sink and the tokens, the larger one is 1: neither overflows.
-        const float sink = call.sinks[query_head] * kLog2E, maximum = sums.maxima[at];
-        factor = sink > maximum ? first_of(exp2(all(maximum - sink))) : 1.0f;
-        total = total * factor + (sink > maximum ? 1.0f : first_of(exp2(all(sink - maximum))));
+        // Of the sink and the tokens, the larger one is 1: neither overflows. Of inf it is inf - inf: NaN.
+        const float sink = call.sinks[query_head] * kLog2E, maximum = sums.maxima[at], larger = sink > maximum ? sink : maximum;
+        factor = first_of(exp2(all(maximum - larger)));
+        total = total * factor + first_of(exp2(all(sink - larger)));
       }
       const Lanes scale = all(factor / total);
       const float* values = sums.values + int64_t(at) * problem.value_floats;

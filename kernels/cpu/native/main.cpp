@@ -279,15 +279,3 @@ EXPORT int kilburn_run(int32_t instructions, const Operation* operations, int64_
   });
   return kDone;
 }
-
-// Read memory as fast as it can be, and do nothing with it: the exclusive or of its words of 8 bytes, the last filled with zeros.
-EXPORT uint64_t kilburn_read(int32_t instructions, const char* memory, int64_t bytes, int32_t threads) {
-  const Kernels* kernels = kernels_of(instructions);
-  uint64_t found = 0;
-  if (kernels) {
-    parallel(threads, [&](int thread, int count) {
-      __atomic_fetch_xor(&found, kernels->read(memory, bytes, thread, count), __ATOMIC_RELAXED);
-    });
-  }
-  return found;
-}

@@ -1,4 +1,4 @@
-// What a model does between its products: norms, the gate of its feed-forward part. And a plain read, the limit of them all.
+// What a model does between its products: norms, the gate of its feed-forward part.
 //
 // Each value is rounded to the element's type where transformers' modules round it. Reading NaN or infinity is no special case.
 #pragma once
@@ -124,32 +124,6 @@ inline void peaks(const PeaksCall& call, int thread, int threads) {
     call.maxima[row] = best;
     call.indexes[row] = index;
   }
-}
-
-// ----------------------------------------------------------------------------------------------------------------- read
-
-// The exclusive or of one thread's share of the 64-byte words, and of what is left behind the last, which is the last thread's.
-inline uint64_t read(const char* memory, int64_t bytes, int thread, int threads) {
-  typedef uint64_t Word __attribute__((vector_size(64)));
-  constexpr int kChains = 4;
-  const auto add = [memory](Word& to, int64_t index) {
-    Word word;
-    memcpy(&word, memory + 64 * index, sizeof word);
-    to ^= word;
-  };
-  const int64_t count = bytes / 64, end = count * (thread + 1) / threads;
-  Word found[kChains] = {};
-  int64_t i = count * thread / threads;
-  for (; i + kChains <= end; i += kChains)
-    for (int chain = 0; chain < kChains; chain++) add(found[chain], i + chain);
-  for (; i < end; i++) add(found[0], i);
-  uint64_t all_of_it = 0;
-  for (int lane = 0; lane < 8; lane++)
-    for (int chain = 0; chain < kChains; chain++) all_of_it ^= found[chain][lane];
-  if (thread == threads - 1)
-    for (int64_t at = 64 * count; at < bytes; at++)
-      all_of_it ^= static_cast<uint64_t>(static_cast<unsigned char>(memory[at])) << at % 8 * 8;
-  return all_of_it;
 }
 
 }  // namespace KILBURN_ISA
