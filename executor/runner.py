@@ -15,9 +15,10 @@ from executor.batch import MAX_INSPECTED_ENTRIES, Batch, Slots, Told
 from executor.errors import PlanError
 from executor.loader import LoadedModel
 from executor.logprobs import LogProb, logprobs
+from executor.native import native_draw
 from executor.pool import Pool
 from executor.progress import Progress
-from executor.sampler import Samples, sample, torch_peaks
+from executor.sampler import DrawRows, Peaks, Samples, sample, torch_draw, torch_peaks
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.operations import Operations
 from kernels.interface import AttentionBackend, KvCache, StepRows
@@ -60,7 +61,11 @@ class Runner:
         self._pool = pool
         self._cache = KvCache(model.shape, pool.frames)
         self._forward = model.forward(backend, self._cache, max_step_tokens, progress)
-        self._find_peaks = Operations(backend.instructions).peaks if isinstance(backend, CpuBackend) else torch_peaks
+        self._find_peaks: Peaks = torch_peaks
+        self._draw_rows: DrawRows = torch_draw
+        if isinstance(backend, CpuBackend):
+            operations = Operations(backend.instructions)
+            self._find_peaks, self._draw_rows = operations.peaks, native_draw(operations)
         self._slots = slots
         self._progress = progress
         self._clock_ns = clock_ns
@@ -124,7 +129,7 @@ class Runner:
         # Several samples may come out of one row, and they are in the plan's order. Often it is each row, in order: no copy then.
         if not np.array_equal(batch.sample_logits, np.arange(logits.shape[0])):
             logits = logits[self._tensor(batch.sample_logits)]
-        samples = sample(logits, batch.draws, self._find_peaks)
+        samples = sample(logits, batch.draws, self._find_peaks, self._draw_rows)
         drawn = [-1 if draw.choices else token for draw, token in zip(batch.draws, samples.token_ids, strict=True)]
         self._slots.sampled(batch.sample_slots, drawn)
         return samples

@@ -66,32 +66,48 @@ class Samples:
 Peaks = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
+#: Returns a token for each of some rows of logits [any, vocabulary] float32, none of which holds NaN: (logits, the rows, their
+#: peaks, what to draw) -> [rows] int64. The logits stay as they are.
+DrawRows = Callable[[Tensor, Sequence[int], Sequence[float], Sequence["Draw"]], Tensor]
+
+
 def torch_peaks(logits: Tensor) -> tuple[Tensor, Tensor]:
     """See Peaks; on any device."""
     return logits.amax(dim=-1), logits.argmax(dim=-1)
 
 
-def sample(logits: Tensor, draws: Sequence[Draw], find_peaks: Peaks = torch_peaks) -> Samples:
+def torch_draw(logits: Tensor, rows: Sequence[int], peaks: Sequence[float], draws: Sequence[Draw]) -> Tensor:
+    """See DrawRows; on any device."""
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    size = max(1, _MAX_LOGITS // logits.shape[1])
+    for start in range(0, len(rows), size):
+        index = torch.tensor(rows[start : start + size], device=logits.device)
+        tops = torch.tensor(peaks[start : start + size], device=logits.device)
+        tokens[start : start + size] = _draw(logits[index], tops, draws[start : start + size])
+    return tokens
+
+
+def sample(logits: Tensor, draws: Sequence[Draw], find_peaks: Peaks = torch_peaks, draw_rows: DrawRows = torch_draw) -> Samples:
     """Sample one token from each row.
 
     Args:
         logits: [draws, vocabulary], any floating dtype; computed in float32, and left as they were. A row that holds NaN, or no
             finite maximum, fails.
         draws: one for each row.
-        find_peaks: how, where there is something faster than torch.
+        find_peaks, draw_rows: how, where there is something faster than torch.
     """
     assert logits.shape[0] == len(draws)
     logits = logits.float()
     changing = [row for row, draw in enumerate(draws) if draw.sampling.changes is not None and not draw.choices]
     changed = change(logits, _rows_to_change(changing, draws)) if changing else None
     peaks, tokens = find_peaks(logits)
-    finite = [math.isfinite(peak) for peak in peaks.tolist()]
+    tops = peaks.tolist()
+    finite = [math.isfinite(peak) for peak in tops]
     drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0 and finite[row] and not draw.choices]
     size = max(1, _MAX_LOGITS // logits.shape[1])
-    for start in range(0, len(drawn), size):
-        rows = drawn[start : start + size]
-        index = torch.tensor(rows, device=logits.device)
-        tokens[index] = _draw(logits[index], peaks[index], [draws[row] for row in rows])
+    if drawn:
+        found_tokens = draw_rows(logits, drawn, [tops[row] for row in drawn], [draws[row] for row in drawn])
+        tokens[torch.tensor(drawn, device=logits.device)] = found_tokens
     if changed is not None:
         changed.undo()
     token_ids = tokens.tolist()

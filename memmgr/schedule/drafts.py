@@ -46,7 +46,7 @@ class Draft:
     def schedule(self, sequence: Sequence) -> None:
         """Give a running sequence its part of the budget, at the cost of those behind it where blocks are short."""
         count = min(sequence.uncomputed, self.budget)
-        if sequence.request.tells:
+        if count and sequence.request.tells:
             count = self._bound_telling(sequence, count)
         if count == 0:
             return

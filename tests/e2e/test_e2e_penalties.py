@@ -73,15 +73,6 @@ class Reference:
                 return prompt, answer
         raise AssertionError("no prompt is beyond doubt")
 
-    def ending(self, token: int, count: int) -> list[int]:
-        """Return a prompt whose likeliest answer begins with `token`, and is beyond doubt for `count` tokens."""
-        for first in range(250):
-            for second in range(0, 250, 7):
-                prompt = [first, second, 3]
-                if int(self.logits(prompt)[-1].argmax()) == token and self.answer(prompt, count) is not None:
-                    return prompt
-        raise AssertionError("no prompt is answered so")
-
 
 @pytest.fixture(scope="module")
 def reference(model: Path) -> Reference:
@@ -212,57 +203,53 @@ def test_a_prompt_s_echo_and_what_is_told_of_it_come_once_for_several_samples(sy
 
 
 def test_beams_are_told_of_their_prompt_and_do_not_end_too_early(system: System, reference: Reference) -> None:
-    prompt = reference.ending(END, 6)
-    wish = api.Stopping(max_tokens=6, min_tokens=5)
+    prompt, plain = reference.pose(11, 6)
+    stop = plain[0]
+    wish = api.Stopping(max_tokens=6, min_tokens=5, stop_token_ids=[stop])
     asked = api.GenerateRequest(
         token_ids=api.TokenIds(ids=prompt), beam_width=3, stopping=wish, output=api.Output(prompt_logprobs=True)
     )
     answer = ask(system.client, asked)
     given = torch.tensor([prompt])
     config = transformers.GenerationConfig(num_beams=3, max_new_tokens=6, min_new_tokens=5, do_sample=False, pad_token_id=0)
-    config.eos_token_id = END
+    config.eos_token_id = [END, stop]
     theirs = reference._model.generate(given, attention_mask=torch.ones_like(given), generation_config=config)
     assert answer.ids == theirs[0, len(prompt) :].tolist()
-    assert END not in answer.ids[:5]
+    assert not {END, stop} & {*answer.ids[:5]}
     check_told(answer.prompt_logprobs, reference.logits(prompt).log_softmax(dim=-1)[:-1], prompt[1:], 0)
 
 
 def test_an_end_that_may_not_come_yet(system: System, reference: Reference) -> None:
-    prompt = reference.ending(END, 8)
+    prompt, bias = [5, 4, 3, 2], {END: 100.0}
 
     def answer(**stopping: Any) -> Answer:
-        wish = api.Stopping(max_tokens=12, **stopping)
-        return ask(
-            system.client,
-            api.GenerateRequest(token_ids=api.TokenIds(ids=prompt), sampling=api.Sampling(temperature=0), stopping=wish),
-        )
+        asked = request(prompt, 12, bias=bias)
+        asked.stopping.CopyFrom(api.Stopping(max_tokens=12, **stopping))
+        return ask(system.client, asked)
 
     assert answer().ids == [END]
-    for least in (1, 4, 12):
-        expected = reference.answer(prompt, 12, min_tokens=least, unwanted=(END,))
-        found = answer(min_tokens=least)
-        assert len(found.ids) >= least
-        assert expected is None or found.ids == expected
-        assert END not in found.ids[:least]
+    for least in (1, 4, 11, 12):
+        expected = reference.answer(prompt, 12, bias=bias, min_tokens=least, unwanted=(END,))
+        assert expected is not None
+        assert expected[least:] == [END][: 12 - least]
+        assert answer(min_tokens=least).ids == expected
     assert answer(min_tokens=4, ignore_eos=True).ids[0] == END  # it ends nothing, so it may come
 
 
-def test_a_stop_string_that_comes_too_early_does_not_count(system: System, reference: Reference) -> None:
-    bias = {ord("a"): 100.0}
-    prompt, expected = reference.pose(9, 1, bias=bias)
-    assert expected == [ord("a")]
+def test_a_stop_string_that_comes_too_early_does_not_count(system: System) -> None:
+    (letter,) = system.client.tokenize("a")
+    prompt, bias = [5, 4, 3, 2], {letter: 100.0}
 
     def answer(least: int, stop: str) -> Answer:
         asked = request(prompt, 12, bias=bias, min_tokens=least)
         asked.stopping.stop.append(stop)
         return ask(system.client, asked)
 
-    text = system.client.detokenize([ord("a")])
-    first = answer(0, text * 2)
-    assert (first.finish, first.ids, first.text) == (api.FINISH_REASON_STOP, [ord("a")] * 2, "")
+    first = answer(0, "aa")
+    assert (first.finish, first.ids, first.text) == (api.FINISH_REASON_STOP, [letter] * 2, "")
     for least in (2, 3, 7):
-        late = answer(least, text * 2)
-        assert (late.finish, len(late.ids), late.text) == (api.FINISH_REASON_STOP, least + 1, text * (least - 1))
+        late = answer(least, "aa")
+        assert (late.finish, late.ids, late.text) == (api.FINISH_REASON_STOP, [letter] * (least + 1), "a" * (least - 1))
 
 
 def drawn(seed: int, index: int, temperature: float = 1.0) -> Draw:
