@@ -75,8 +75,8 @@ MAX_STOP_TOKEN_IDS: Final = 128
 #: Tokens with a bias in one request: as many as vLLM takes. Some 12 KB in each plan that opens a slot for it.
 MAX_LOGIT_BIASES: Final = 1024
 
-#: Prompt tokens that one step tells of. Each needs a row of logits, which a step otherwise has one of for each sequence: 25 MB for
-#: so many of the default model's vocabulary, and 134 MB of the largest ones there are.
+#: Prompt tokens that one step tells of. Each needs a row of logits, of which a step otherwise has one for each sequence: so many
+#: take 25 MB with the default model's vocabulary, and 134 MB with the largest ones there are.
 MAX_PROMPT_ROWS: Final = 128
 
 #: Continuations told of one beam: as many that do not end it as there are beams, behind all that do.

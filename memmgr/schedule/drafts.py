@@ -26,7 +26,13 @@ class Draft:
     __slots__ = ("_counters", "_memory", "_queues", "_swap", "_tellable", "budget", "counts", "opened")
 
     def __init__(
-        self, budget: int, tellable: int, memory: Memory, swap: SwappingMemory | None, queues: Queues, counters: ScheduleCounters
+        self,
+        budget: int,
+        memory: Memory,
+        swap: SwappingMemory | None,
+        queues: Queues,
+        counters: ScheduleCounters,
+        tellable: int = 0,
     ) -> None:
         self.budget = budget  # tokens that are left
         self._tellable = tellable  # prompt tokens that the step may still tell of

@@ -52,9 +52,8 @@ class Planner:
     def plan(self) -> Plan | None:
         """Plan the next step; None where there is nothing to do until a result or a request comes."""
         queues = self._queues
-        draft = Draft(
-            self._limits.max_step_tokens, self._limits.max_prompt_rows, self._memory, self._swap, queues, self._counters
-        )
+        limits = self._limits
+        draft = Draft(limits.max_step_tokens, self._memory, self._swap, queues, self._counters, limits.max_prompt_rows)
         draft.settle()
         decoding: list[Sequence] = []
         others: list[Sequence] = []

@@ -100,7 +100,7 @@ def test_penalties_bias_and_the_least_number_of_tokens_are_taken() -> None:
     sampling = checked.sampling
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (2, -2)
     assert sampling.repetition_penalty == pytest.approx(1e-30)
-    assert sampling.logit_bias == tuple((token, pytest.approx(bias)) for token, bias in biases.items() if bias)
+    assert dict(sampling.logit_bias) == pytest.approx({token: bias for token, bias in biases.items() if bias})
     assert (checked.stopping.min_tokens, checked.prompt_logprobs) == (63, True)
 
 

@@ -26,6 +26,7 @@ from memmgr.messages import (
 from memmgr.schedule.beams import Choice
 from memmgr.schedule.plans import (
     EndCode,
+    Event,
     FinishReason,
     NewToken,
     Plan,
@@ -305,7 +306,7 @@ def test_what_is_told_of_prompts_is_what_was_asked_for() -> None:
 
 def test_what_is_told_of_a_prompt_comes_before_its_sequence() -> None:
     told = [inference.TokenLogprob(token_id=token) for token in (8, 9)]
-    events = [PromptTold((5, 1), tuple(told)), NewToken((5, 1), 0, 0, 7, None)]
+    events: list[Event] = [PromptTold((5, 1), tuple(told)), NewToken((5, 1), 0, 0, 7, None)]
     (batch,) = token_batches(events).values()
     assert [list(part.prompt_logprobs) for part in batch.sequences] == [told, []]
     assert [list(part.token_ids) for part in batch.sequences] == [[], [7]]

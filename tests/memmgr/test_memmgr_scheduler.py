@@ -1045,10 +1045,10 @@ def test_what_was_told_of_a_prompt_before_a_preemption_is_not_told_again() -> No
 @pytest.mark.parametrize("samples", [1, 3])
 def test_a_sequence_that_comes_back_brings_all_its_outputs(samples: int) -> None:
     """The executor of the tests insists that it has counted as many outputs as there are, whenever it samples one."""
-    world = World(block_size=4, blocks=12 if samples == 1 else 16, max_step_tokens=16)
+    world = World(block_size=4, blocks=16, max_step_tokens=16)
     keys = [
         world.submit(range(9 * number, 9 * number + 9), 14, samples=samples, priority=number, counts_tokens=True)
-        for number in range(3)
+        for number in range(3 if samples > 1 else 5)
     ]
     world.run()
     assert world.scheduler.counters.preemptions > 0
