@@ -12,6 +12,8 @@ The rules:
     rows         at most max_step_tokens in a plan; no two write the same token slot of a block
     copies       no block is source and destination, none is a destination twice
     swaps        host blocks 0 .. host_blocks - 1; none is named twice; no block is swapped in twice
+    histories    of open slots; one that is sampled with penalties has one, each at most once while it is open
+    prompt rows  of a chunk at most once, within it; at most MAX_PROMPT_ROWS in a plan
 """
 
 import math
@@ -23,8 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from executor.errors import PlanError
+from executor.penalties import History, read_changes, read_history
 from executor.sampler import Draw, Sampling
-from kilburn.limits import MAX_CHOICES, MAX_TOP_LOGPROBS
+from kilburn.limits import MAX_CHOICES, MAX_PROMPT_ROWS, MAX_TOP_LOGPROBS
 from kilburn.v1.engine_pb2 import Chunk, SampleRow, SamplingParams, SlotOpen, SlotState, StepPlan
 
 #: Table entries that one Inspection may list; at most 5 bytes each on the wire, so that it stays under a frame's limit.
@@ -49,6 +52,16 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """Prompt tokens that are told of: which rows give their distributions, and what they are."""
+
+    rows: Ints  # [n]
+    targets: tuple[int, ...]  # [n]
+    alternatives: tuple[int, ...]  # [n]
+    lengths: tuple[int, ...]  # how many belong to each of the plan's prompt rows
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The rows of one step, sequence by sequence, decodes (one row) first; see kernels/interface.py for the words."""
 
@@ -63,6 +76,7 @@ class Batch:
     sample_logits: Ints  # [samples]: which of logit_rows
     sample_slots: tuple[int, ...]  # [samples]: takes the token
     draws: tuple[Draw, ...]  # [samples]
+    told: Told | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +96,7 @@ class Slots:
         self._limits = limits
         self._scratch = limits.num_blocks
         self._open: dict[int, tuple[Sampling, int]] = {}  # slot -> its sampling, and its index among its request's sequences
+        self._histories: dict[int, History] = {}  # of open slots, where penalties need them
         self._is_open = np.zeros(limits.max_slots, dtype=bool)  # the same once more
         self._started = np.zeros(limits.max_slots, dtype=bool)
         self._lengths = np.zeros(limits.max_slots, dtype=np.int64)
@@ -132,6 +147,10 @@ class Slots:
             self._close(slot)
         for opening in plan.opens:
             self._open_slot(opening)
+        for message in plan.histories:
+            if message.slot not in self._open or message.slot in self._histories:
+                raise PlanError(f"slot {message.slot} is not open, or has a history already")
+            self._histories[message.slot] = read_history(message, self._limits.vocab_size)
         samples = _sample_slots(plan)
         if not plan.chunks:
             return None
@@ -140,6 +159,11 @@ class Slots:
     def sampled(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
         """Remember what was sampled for each slot, for the chunk that names no ids; -1 where nothing was drawn."""
         self._last_tokens[list(slots)] = token_ids
+        if self._histories:
+            for slot, token in zip(slots, token_ids, strict=True):
+                history = self._histories.get(slot)
+                if history is not None and token >= 0:
+                    history.add(token)
 
     def state(self) -> list[SlotState]:
         """Return the open slots, for an Inspection."""
@@ -168,6 +192,7 @@ class Slots:
     def _close(self, slot: int) -> None:
         if self._open.pop(slot, None) is None:
             raise PlanError(f"slot {slot} is closed, but it is not open")
+        self._histories.pop(slot, None)
         self._tables[slot, : self._entries[slot]] = self._scratch
         self._entries[slot] = self._lengths[slot] = 0
         self._started[slot] = self._is_open[slot] = False
@@ -179,7 +204,7 @@ class Slots:
         if opening.slot in self._open:
             raise PlanError(f"slot {opening.slot} is opened, but it is open")
         self._is_open[opening.slot] = True
-        self._open[opening.slot] = (read_sampling(opening.sampling), opening.index)
+        self._open[opening.slot] = (read_sampling(opening.sampling, self._limits.vocab_size), opening.index)
 
     def _advance(self, chunks: Sequence[Chunk]) -> "_Advance":
         """Take the chunks' blocks and tokens into their slots.
@@ -287,6 +312,7 @@ class Slots:
             sample_logits=sample_logits,
             sample_slots=samples,
             draws=tuple(self._draw(sample) for sample in plan.samples),
+            told=_told(plan, advance, last_rows, self._limits.vocab_size) if plan.prompt_rows else None,
         )
 
     def _draw(self, sample: SampleRow) -> Draw:
@@ -295,7 +321,11 @@ class Slots:
             raise PlanError(f"a sample names slot {sample.slot}, which is not open")
         if sample.choices > min(MAX_CHOICES, self._limits.vocab_size):
             raise PlanError(f"{sample.choices} choices are asked for; at most {MAX_CHOICES} of the vocabulary are told")
-        return Draw(opened[0], opened[1], sample.position, sample.choices)
+        history = self._histories.get(sample.slot)
+        changes = opened[0].changes
+        if history is None and changes is not None and changes.counts_tokens and not sample.choices:
+            raise PlanError(f"slot {sample.slot} is sampled with penalties, and has no history")
+        return Draw(opened[0], opened[1], sample.position, sample.choices, history)
 
     def _check_range(self, blocks: Sequence[int]) -> None:
         # Negative numbers can't come over the wire.
@@ -308,7 +338,7 @@ def _where(found: npt.NDArray[np.bool_]) -> Sequence[int]:
     return found.nonzero()[0].tolist() if found.any() else ()
 
 
-def read_sampling(params: SamplingParams) -> Sampling:
+def read_sampling(params: SamplingParams, vocab_size: int) -> Sampling:
     """Return checked sampling parameters.
 
     Raises:
@@ -331,6 +361,33 @@ def read_sampling(params: SamplingParams) -> Sampling:
         seed=params.seed,
         with_logprobs=params.with_logprobs,
         top_logprobs=params.top_logprobs,
+        changes=read_changes(params, vocab_size),
+    )
+
+
+def _told(plan: StepPlan, advance: _Advance, last_rows: Ints, vocab_size: int) -> Told:
+    """Return what a plan wants to be told of its prompts. `last_rows`: of each chunk, in the plan's order, its last row."""
+    parts = plan.prompt_rows
+    if len({part.chunk for part in parts}) != len(parts) or sum(len(part.targets) for part in parts) > MAX_PROMPT_ROWS:
+        raise PlanError(f"a chunk's prompt is told of twice, or more than {MAX_PROMPT_ROWS} tokens in one plan")
+    rows: list[Ints] = []
+    lengths = np.empty(len(last_rows), dtype=np.int64)
+    lengths[advance.order] = advance.query_lengths
+    for part in parts:
+        if part.chunk >= len(plan.chunks) or part.top_logprobs > MAX_TOP_LOGPROBS:
+            raise PlanError(f"prompt rows of chunk {part.chunk}, {part.top_logprobs} alternatives; that can't be told")
+        if max(part.targets, default=0) >= vocab_size:
+            raise PlanError(f"token {max(part.targets)}; the vocabulary has {vocab_size}")
+        end = part.first + len(part.targets)
+        if end > lengths[part.chunk]:
+            raise PlanError(f"rows up to {end} of chunk {part.chunk} are told of; it has {lengths[part.chunk]}")
+        begin = last_rows[part.chunk] + 1 - lengths[part.chunk]
+        rows.append(np.arange(begin + part.first, begin + end))
+    return Told(
+        rows=np.concatenate(rows),
+        targets=tuple(token for part in parts for token in part.targets),
+        alternatives=tuple(part.top_logprobs for part in parts for _ in part.targets),
+        lengths=tuple(len(part.targets) for part in parts),
     )
 
 

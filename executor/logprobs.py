@@ -3,11 +3,16 @@
 Knows rows of logits; not how a token was chosen.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,7 @@ def logprobs(logits: Tensor, token_ids: Sequence[int], alternatives: Sequence[in
     return [LogProb(*row) for row in zip(token_ids, values, ranks, tops, strict=True)]
 
 
-def most_likely(logits: Tensor, counts: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
+def most_likely(logits: Tensor, counts: Sequence[int], hidden: Sequence[Ints | None] = ()) -> list[tuple[tuple[int, float], ...]]:
     """Return for each row so many of the most likely tokens, as (id, log-probability), most likely first, ties by id.
 
     The log-probabilities are those of log_softmax in float32, as transformers takes them for its beams: over the default model's
@@ -45,8 +50,13 @@ def most_likely(logits: Tensor, counts: Sequence[int]) -> list[tuple[tuple[int, 
     Args:
         logits: [rows, vocabulary] float32, without NaN.
         counts: one for each row; more than the vocabulary are all of it.
+        hidden: for each row tokens that get -inf; the others' are not changed by it, as transformers does it to beams.
     """
-    return _tops(logits.log_softmax(dim=-1), logits.new_zeros(len(counts)), counts)
+    values = logits.log_softmax(dim=-1)
+    for row, ids in enumerate(hidden):
+        if ids is not None:
+            values[row, torch.from_numpy(ids).to(values.device)] = -math.inf
+    return _tops(values, logits.new_zeros(len(counts)), counts)
 
 
 def _tops(logits: Tensor, totals: Tensor, alternatives: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:

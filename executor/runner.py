@@ -11,17 +11,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.batch import MAX_INSPECTED_ENTRIES, Batch, Slots
+from executor.batch import MAX_INSPECTED_ENTRIES, Batch, Slots, Told
 from executor.errors import PlanError
 from executor.loader import LoadedModel
-from executor.logprobs import LogProb
+from executor.logprobs import LogProb, logprobs
+from executor.native import native_draw
 from executor.pool import Pool
 from executor.progress import Progress
-from executor.sampler import Samples, sample, torch_peaks
+from executor.sampler import DrawRows, Peaks, Samples, sample, torch_draw, torch_peaks
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.operations import Operations
 from kernels.interface import AttentionBackend, KvCache, StepRows
-from kilburn.v1.engine_pb2 import BlockCopy, Inspection, SampleChoices, SampleLogprob, StepPlan, StepResult, StepTimes
+from kilburn.v1.engine_pb2 import (
+    BlockCopy,
+    Inspection,
+    PromptLogprobs,
+    SampleChoices,
+    SampleLogprob,
+    StepPlan,
+    StepResult,
+    StepTimes,
+)
 from kilburn.v1.inference_pb2 import Alternative, TokenLogprob
 
 
@@ -51,7 +61,11 @@ class Runner:
         self._pool = pool
         self._cache = KvCache(model.shape, pool.frames)
         self._forward = model.forward(backend, self._cache, max_step_tokens, progress)
-        self._find_peaks = Operations(backend.instructions).peaks if isinstance(backend, CpuBackend) else torch_peaks
+        self._find_peaks: Peaks = torch_peaks
+        self._draw_rows: DrawRows = torch_draw
+        if isinstance(backend, CpuBackend):
+            operations = Operations(backend.instructions)
+            self._find_peaks, self._draw_rows = operations.peaks, native_draw(operations)
         self._slots = slots
         self._progress = progress
         self._clock_ns = clock_ns
@@ -89,13 +103,17 @@ class Runner:
         if batch is None:
             return StepResult(step=plan.step, times=StepTimes(prepare=self._clock_ns() - began))
         rows = self._rows(batch)
-        inputs = [self._tensor(part) for part in (batch.token_ids, batch.positions, batch.logit_rows)]
+        wanted, told = batch.logit_rows, batch.told
+        if told is not None:
+            wanted = np.concatenate((wanted, told.rows))
+        inputs = [self._tensor(part) for part in (batch.token_ids, batch.positions, wanted)]
         prepared = self._clock_ns()
         logits = self._forward.logits(rows, *inputs)[:, : self._model.vocab_size]
         forwarded = self._clock_ns()
-        samples = self._sample(batch, logits)
+        samples = self._sample(batch, logits[: len(batch.logit_rows)])
+        prompts = [] if told is None else _tell(told, logits[len(batch.logit_rows) :])
         times = StepTimes(prepare=prepared - began, forward=forwarded - prepared, sample=self._clock_ns() - forwarded)
-        return _result(plan.step, samples, times)
+        return _result(plan.step, samples, prompts, times)
 
     def inspect(self, number: int) -> Inspection:
         """Return what the slots hold, and what is wrong with them or the pool."""
@@ -111,7 +129,7 @@ class Runner:
         # Several samples may come out of one row, and they are in the plan's order. Often it is each row, in order: no copy then.
         if not np.array_equal(batch.sample_logits, np.arange(logits.shape[0])):
             logits = logits[self._tensor(batch.sample_logits)]
-        samples = sample(logits, batch.draws, self._find_peaks)
+        samples = sample(logits, batch.draws, self._find_peaks, self._draw_rows)
         drawn = [-1 if draw.choices else token for draw, token in zip(batch.draws, samples.token_ids, strict=True)]
         self._slots.sampled(batch.sample_slots, drawn)
         return samples
@@ -133,7 +151,13 @@ def _pairs(copies: Iterable[BlockCopy]) -> list[tuple[int, int]]:
     return [(copy.source, copy.destination) for copy in copies]
 
 
-def _result(step: int, samples: Samples, times: StepTimes) -> StepResult:
+def _tell(told: Told, logits: Tensor) -> list[PromptLogprobs]:
+    """Return what is asked for of prompt tokens; `logits` [n, vocabulary] are their rows'. What is NaN is told as NaN."""
+    found = iter(logprobs(logits.float(), told.targets, told.alternatives))
+    return [PromptLogprobs(logprobs=[_logprob(next(found)) for _ in range(length)]) for length in told.lengths]
+
+
+def _result(step: int, samples: Samples, prompts: list[PromptLogprobs], times: StepTimes) -> StepResult:
     return StepResult(
         step=step,
         token_ids=samples.token_ids,
@@ -144,6 +168,7 @@ def _result(step: int, samples: Samples, times: StepTimes) -> StepResult:
             for number, told in samples.choices.items()
         ],
         times=times,
+        prompts=prompts,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from executor.logprobs import LogProb, logprobs, most_likely
+from executor.penalties import Changes, History, Row, change, hidden_ids
 from executor.race import Keys, race
 
 #: Logits that one pass of the draw works on; more rows than fit are drawn in several passes. Bounds a temporary to 32 MiB.
@@ -33,19 +34,22 @@ class Sampling:
     seed: int
     with_logprobs: bool
     top_logprobs: int
+    changes: Changes | None = None  # None: the logits are taken as they are
 
 
 @dataclass(slots=True)  # made for each token, and freezing makes it three times as slow
 class Draw:
     """One sample: whose parameters, and the counter that makes its random numbers its own.
 
-    Where `choices` is not 0 nothing is drawn: so many of the most likely tokens are told instead.
+    Where `choices` is not 0 nothing is drawn: so many of the most likely tokens are told instead, penalties and bias apart.
+    `history` is there where the sampling's changes count tokens.
     """
 
     sampling: Sampling
     index: int
     position: int
     choices: int = 0
+    history: History | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,29 +66,50 @@ class Samples:
 Peaks = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
+#: Returns a token for each of some rows of logits [any, vocabulary] float32, none of which holds NaN: (logits, the rows, their
+#: peaks, what to draw) -> [rows] int64. The logits stay as they are.
+DrawRows = Callable[[Tensor, Sequence[int], Sequence[float], Sequence["Draw"]], Tensor]
+
+
 def torch_peaks(logits: Tensor) -> tuple[Tensor, Tensor]:
     """See Peaks; on any device."""
     return logits.amax(dim=-1), logits.argmax(dim=-1)
 
 
-def sample(logits: Tensor, draws: Sequence[Draw], find_peaks: Peaks = torch_peaks) -> Samples:
+def torch_draw(logits: Tensor, rows: Sequence[int], peaks: Sequence[float], draws: Sequence[Draw]) -> Tensor:
+    """See DrawRows; on any device."""
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    size = max(1, _MAX_LOGITS // logits.shape[1])
+    for start in range(0, len(rows), size):
+        index = torch.tensor(rows[start : start + size], device=logits.device)
+        tops = torch.tensor(peaks[start : start + size], device=logits.device)
+        tokens[start : start + size] = _draw(logits[index], tops, draws[start : start + size])
+    return tokens
+
+
+def sample(logits: Tensor, draws: Sequence[Draw], find_peaks: Peaks = torch_peaks, draw_rows: DrawRows = torch_draw) -> Samples:
     """Sample one token from each row.
 
     Args:
-        logits: [draws, vocabulary], any floating dtype; computed in float32. A row that holds NaN, or no finite maximum, fails.
+        logits: [draws, vocabulary], any floating dtype; computed in float32, and left as they were. A row that holds NaN, or no
+            finite maximum, fails.
         draws: one for each row.
-        find_peaks: how, where there is something faster than torch.
+        find_peaks, draw_rows: how, where there is something faster than torch.
     """
     assert logits.shape[0] == len(draws)
     logits = logits.float()
+    changing = [row for row, draw in enumerate(draws) if draw.sampling.changes is not None and not draw.choices]
+    changed = change(logits, _rows_to_change(changing, draws)) if changing else None
     peaks, tokens = find_peaks(logits)
-    finite = [math.isfinite(peak) for peak in peaks.tolist()]
+    tops = peaks.tolist()
+    finite = [math.isfinite(peak) for peak in tops]
     drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0 and finite[row] and not draw.choices]
     size = max(1, _MAX_LOGITS // logits.shape[1])
-    for start in range(0, len(drawn), size):
-        rows = drawn[start : start + size]
-        index = torch.tensor(rows, device=logits.device)
-        tokens[index] = _draw(logits[index], peaks[index], [draws[row] for row in rows])
+    if drawn:
+        found_tokens = draw_rows(logits, drawn, [tops[row] for row in drawn], [draws[row] for row in drawn])
+        tokens[torch.tensor(drawn, device=logits.device)] = found_tokens
+    if changed is not None:
+        changed.undo()
     token_ids = tokens.tolist()
     failed = [row for row, ok in enumerate(finite) if not ok]
     told = [row for row, draw in enumerate(draws) if draw.choices and finite[row]]
@@ -101,8 +126,18 @@ def sample(logits: Tensor, draws: Sequence[Draw], find_peaks: Peaks = torch_peak
     for start in range(0, len(told), size):
         rows = told[start : start + size]
         index = torch.tensor(rows, device=logits.device)
-        choices.update(zip(rows, most_likely(logits[index], [draws[row].choices for row in rows]), strict=True))
+        hidden = [hidden_ids(draws[row].sampling.changes, draws[row].position) for row in rows]
+        choices.update(zip(rows, most_likely(logits[index], [draws[row].choices for row in rows], hidden), strict=True))
     return Samples(token_ids, failed, found, choices)
+
+
+def _rows_to_change(rows: Sequence[int], draws: Sequence[Draw]) -> list[Row]:
+    found = []
+    for row in rows:
+        draw = draws[row]
+        assert draw.sampling.changes is not None
+        found.append(Row(row, draw.sampling.changes, draw.position, draw.history))
+    return found
 
 
 def _draw(logits: Tensor, peaks: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -212,7 +212,7 @@ def _vocab_size(backend: Backend) -> int:
 
 
 def _submit(request: Checked, ids: list[int]) -> wire.Submit:
-    sampling = request.sampling
+    sampling, stopping = request.sampling, request.stopping
     return wire.Submit(
         tenant=request.tenant,
         request_id=request.request_id,
@@ -225,14 +225,21 @@ def _submit(request: Checked, ids: list[int]) -> wire.Submit:
             seed=sampling.seed,
             with_logprobs=sampling.top_logprobs is not None,
             top_logprobs=sampling.top_logprobs or 0,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=dict(sampling.logit_bias),
+            min_tokens=stopping.min_tokens,
+            unwanted_ids=stopping.stop_token_ids if stopping.min_tokens else (),
         ),
-        max_tokens=request.stopping.max_tokens,
-        stop_token_ids=request.stopping.stop_token_ids,
+        max_tokens=stopping.max_tokens,
+        stop_token_ids=stopping.stop_token_ids,
         priority=request.priority,
         cache_salt=request.cache_salt,
         samples=request.samples,
         beam_width=request.beams,
         length_penalty=request.length_penalty,
+        prompt_logprobs=request.prompt_logprobs,
     )
 
 

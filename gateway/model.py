@@ -18,6 +18,7 @@ from gateway.tokenizer import Tokenizer
 from gateway.validate import (
     SamplingDefaults,
     check_min_p,
+    check_repetition_penalty,
     check_temperature,
     check_top_k,
     check_top_p,
@@ -36,7 +37,6 @@ _MAX_REASON: Final = 300
 
 #: generation_config entries that change the output and are not applied, with their neutral values.
 _NOT_APPLIED: Final[dict[str, tuple[object, ...]]] = {
-    "repetition_penalty": (1, 1.0),
     "no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1, 1.0),
     "bad_words_ids": ([],),
@@ -159,7 +159,8 @@ def _merge_ids(sources: Sequence[object], vocab_size: int) -> tuple[int, ...]:
 
 def _sampling_defaults(generation: dict[str, Any], path: Path) -> SamplingDefaults:
     """Take the fields that the model names; a null is none."""
-    named = {key: generation[key] for key in ("temperature", "top_p", "top_k", "min_p") if generation.get(key) is not None}
+    keys = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    named = {key: generation[key] for key in keys if generation.get(key) is not None}
     protocol = SamplingDefaults()
     try:
         return SamplingDefaults(
@@ -167,6 +168,7 @@ def _sampling_defaults(generation: dict[str, Any], path: Path) -> SamplingDefaul
             top_p=check_top_p(float(named.get("top_p", protocol.top_p))),
             top_k=check_top_k(int(named.get("top_k", protocol.top_k))),
             min_p=check_min_p(float(named.get("min_p", protocol.min_p))),
+            repetition_penalty=check_repetition_penalty(float(named.get("repetition_penalty", protocol.repetition_penalty))),
         )
     except (CallError, TypeError, ValueError) as error:
         raise StartError(f"{path} is damaged: {_one_line(error)}") from error

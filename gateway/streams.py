@@ -45,6 +45,7 @@ class IndexOutput:
         self._lengths = array("I")
         self._pieces: list[str] = []
         self._logprobs: list[bytes] = []
+        self._prompt_logprobs: list[bytes] = []
         self._tail = ""  # text that no token but the end made certain
 
     @property
@@ -54,6 +55,7 @@ class IndexOutput:
 
     def feed(self, tokens: wire.SequenceTokens) -> bool:
         """Take tokens in; return True if a stop string ended the index by them, which the engine does not know."""
+        self._prompt_logprobs += [logprob.SerializeToString() for logprob in tokens.prompt_logprobs]
         if self.finish:
             return False
         self.score = tokens.score
@@ -78,6 +80,11 @@ class IndexOutput:
         response.offset = self._sent
         if self.echo:
             response.text, self.echo = self.echo[:_MAX_MESSAGE_CHARACTERS], self.echo[_MAX_MESSAGE_CHARACTERS:]
+        if self._prompt_logprobs:
+            for serialized in self._prompt_logprobs[:_MAX_MESSAGE_TOKENS]:
+                response.prompt_logprobs.add().MergeFromString(serialized)
+            del self._prompt_logprobs[:_MAX_MESSAGE_TOKENS]
+        if response.text or response.prompt_logprobs:
             return
         count, characters = self._measure()
         text = "".join(self._pieces)
@@ -144,7 +151,10 @@ class RequestStream:
         self.request = request
         self.handle = 0  # the engine's name for it, once submitted
         self._outputs = [
-            IndexOutput(OutputText(decoding, request.stopping.stop, request.stopping.include_stop), request.stopping.include_stop)
+            IndexOutput(
+                OutputText(decoding, request.stopping.stop, request.stopping.include_stop, request.stopping.min_tokens),
+                request.stopping.include_stop,
+            )
             for _ in range(request.samples)
         ]
         self._clock = clock

@@ -12,6 +12,8 @@ gives what the window's text grew by. Three things are held back:
   it, so none of it is known before the run ends.
 - The longest end of the text that a stop string could begin with.
 
+Where there is a least number of tokens, only a stop string that ends in the text of a later one counts, wherever it began.
+
 The stop string whose end comes first wins; of two that end together, the longer. Then it does not matter how the text was cut
 into tokens, and no part of any of them is sent.
 """
@@ -115,14 +117,17 @@ class StopMatcher:
         self._include = include  # a match is given with the text, so nothing has to be held back
         self._held = ""
 
-    def push(self, piece: str) -> tuple[str, str]:
-        """Take the next piece; return what can be given, and the stop string that ended the text, or an empty one."""
+    def push(self, piece: str, *, counts: bool = True) -> tuple[str, str]:
+        """Take the next piece; return what can be given, and the stop string that ended the text, or an empty one.
+
+        Where it does not count, no string ends the text in this piece.
+        """
         if not self._stops:
             return piece, ""
         text = self._held + piece
         for position, character in enumerate(piece, start=len(self._held)):
             match = self._advance(character)
-            if match:
+            if match and counts:
                 self._held = ""
                 end = position + 1
                 return text[: end if self._include else end - len(match)], match
@@ -144,9 +149,10 @@ class StopMatcher:
                 state = self._failures[number][state - 1]
             if stop[state] == character:
                 state += 1
+            if state == len(stop):
+                match = max(match, stop, key=len)
+                state = self._failures[number][state - 1]  # where it does not count, the next one may begin in it
             self._states[number] = state
-            if state == len(stop) and len(stop) > len(match):
-                match = stop
         return match
 
 
@@ -166,19 +172,22 @@ def _failure_table(stop: str) -> list[int]:
 class OutputText:
     """The text of one index of one request."""
 
-    __slots__ = ("_detokenizer", "_matcher")
+    __slots__ = ("_detokenizer", "_matcher", "_unchecked")
 
-    def __init__(self, decoding: Decoding, stops: Sequence[str] = (), include_stop: bool = False) -> None:
+    def __init__(self, decoding: Decoding, stops: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0) -> None:
         self._detokenizer = Detokenizer(decoding)
+        self._unchecked = min_tokens  # ids to come in whose text no stop string ends
         self._matcher = StopMatcher(stops, include_stop)
 
     def push(self, token: int) -> tuple[str, str]:
         """Take the next id; return the new text, and the stop string that ended it or an empty one. A match is the end."""
-        return self._matcher.push(self._detokenizer.push(token))
+        counts = self._unchecked == 0
+        self._unchecked -= not counts
+        return self._matcher.push(self._detokenizer.push(token), counts=counts)
 
     def finish(self) -> tuple[str, str]:
         """End without a further id; return as `push` does: what was held back may have a stop string in it."""
-        text, match = self._matcher.push(self._detokenizer.flush())
+        text, match = self._matcher.push(self._detokenizer.flush(), counts=self._unchecked == 0)
         return (text, match) if match else (text + self._matcher.flush(), "")
 
     def finish_with(self, token: int) -> str:

@@ -8,7 +8,7 @@ Order of the checks: the range of every field first, then what is not built, so 
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +16,7 @@ from gateway.errors import CallError, Code, quoted
 from kilburn.limits import (
     MAX_BEAM_WIDTH,
     MAX_LENGTH_PENALTY,
+    MAX_LOGIT_BIASES,
     MAX_NAME_CHARACTERS,
     MAX_SAMPLES,
     MAX_STOP_TOKEN_IDS,
@@ -43,6 +44,7 @@ class SamplingDefaults:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to choose a token; nothing is left to default. `top_k` 0 is off."""
+    """How to choose a token; nothing is left to default. `top_k` 0 is off; what has a bias has one that is not 0."""
 
     temperature: float
     top_p: float
@@ -65,16 +67,21 @@ class Sampling:
     min_p: float
     seed: int
     top_logprobs: int | None  # None: no log-probabilities at all
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """When an index ends. `max_tokens` 0: at the context's end."""
+    """When an index ends. `max_tokens` 0: at the context's end. Nothing but that ends it before it has `min_tokens`."""
 
     max_tokens: int
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]  # ends of sequence among them, unless they are ignored
     include_stop: bool
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +99,7 @@ class Checked:
     samples: int  # from 1
     beams: int  # 0: none
     length_penalty: float
+    prompt_logprobs: bool = False
 
 
 def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
@@ -123,9 +131,9 @@ def check(
         raise _invalid("n", f"is {request.n}; at most {MAX_SAMPLES} sequences are made of one prompt")
     if len(request.cache_salt) > MAX_NAME_CHARACTERS:
         raise _invalid("cache_salt", f"has {len(request.cache_salt)} characters; at most {MAX_NAME_CHARACTERS} are taken")
+    _check_rest(request)
     sampling = _sampling(request, limits, draw_seed)
     stopping = _stopping(request.stopping, limits)
-    _check_rest(request, limits)
     _check_input(request)
     _check_built(request)
     return Checked(
@@ -140,6 +148,7 @@ def check(
         samples=request.n or 1,
         beams=_beams(request, stopping, limits),
         length_penalty=request.length_penalty if request.HasField("length_penalty") else 1.0,
+        prompt_logprobs=request.output.prompt_logprobs,
     )
 
 
@@ -201,6 +210,7 @@ def _sampling(request: api.GenerateRequest, limits: ModelLimits, draw_seed: Call
     if logprobs is not None and logprobs > MAX_TOP_LOGPROBS:
         raise _invalid("output.logprobs", f"is {logprobs}; at most {MAX_TOP_LOGPROBS} alternatives are given")
     top_k = asked.top_k if asked.HasField("top_k") else defaults.top_k
+    repetition = asked.repetition_penalty if asked.HasField("repetition_penalty") else defaults.repetition_penalty
     return Sampling(
         temperature=check_temperature(asked.temperature if asked.HasField("temperature") else defaults.temperature),
         top_p=check_top_p(asked.top_p if asked.HasField("top_p") else defaults.top_p),
@@ -208,7 +218,21 @@ def _sampling(request: api.GenerateRequest, limits: ModelLimits, draw_seed: Call
         min_p=check_min_p(asked.min_p if asked.HasField("min_p") else defaults.min_p),
         seed=asked.seed if asked.HasField("seed") else draw_seed(),
         top_logprobs=logprobs,
+        # The model's own is not for beams: they are searched by what the model says.
+        repetition_penalty=check_repetition_penalty(repetition) if request.beam_width <= 1 else 1.0,
+        presence_penalty=_check_penalty("sampling.presence_penalty", asked.presence_penalty),
+        frequency_penalty=_check_penalty("sampling.frequency_penalty", asked.frequency_penalty),
+        logit_bias=_logit_bias(asked.logit_bias, limits),
     )
+
+
+def _logit_bias(asked: Mapping[int, float], limits: ModelLimits) -> tuple[tuple[int, float], ...]:
+    if len(asked) > MAX_LOGIT_BIASES:  # before anything is made of them: a message has room for hundreds of thousands
+        raise _invalid("sampling.logit_bias", f"has {len(asked)} tokens; at most {MAX_LOGIT_BIASES} are taken")
+    for token, bias in asked.items():
+        check_ids((token,), limits.vocab_size, "sampling.logit_bias")
+        _in_range(f"sampling.logit_bias[{token}]", bias, -_MAX_LOGIT_BIAS <= bias <= _MAX_LOGIT_BIAS, "-100 to 100")
+    return tuple(sorted((token, bias) for token, bias in asked.items() if bias))
 
 
 def _beams(request: api.GenerateRequest, stopping: Stopping, limits: ModelLimits) -> int:
@@ -246,6 +270,15 @@ def check_min_p(value: float) -> float:
     return _in_range("sampling.min_p", value, 0 <= value <= 1, "0 to 1")
 
 
+def check_repetition_penalty(value: float) -> float:
+    """Return a repetition penalty that can be used, more than 0, or refuse it."""
+    return _in_range("sampling.repetition_penalty", value, value > 0, "more than 0")
+
+
+def _check_penalty(field: str, value: float) -> float:
+    return _in_range(field, value, -_MAX_PENALTY <= value <= _MAX_PENALTY, "-2 to 2")
+
+
 def check_top_k(value: int) -> int:
     """Return a top-k that can be used, -1 or more, or refuse it."""
     if value < -1:
@@ -273,11 +306,19 @@ def _stopping(asked: api.Stopping, limits: ModelLimits) -> Stopping:
     merged = tuple(dict.fromkeys([*own, *asked.stop_token_ids]))
     if len(merged) > MAX_STOP_TOKEN_IDS:
         raise _too_many_stop_ids(len(merged))
+    least = asked.min_tokens
+    if asked.max_tokens and least > asked.max_tokens:
+        raise _invalid("stopping.min_tokens", f"is {least}; stopping.max_tokens is {asked.max_tokens}, which is less")
+    if least >= limits.context_length:
+        raise _invalid("stopping.min_tokens", f"is {least}; the context holds {limits.context_length} tokens with the prompt")
+    if least and len(merged) >= limits.vocab_size:
+        raise _invalid("stopping.min_tokens", f"is {least}; every token of the vocabulary would end the output")
     return Stopping(
         max_tokens=asked.max_tokens,
         stop=tuple(dict.fromkeys(asked.stop)),
         stop_token_ids=merged,
         include_stop=asked.include_stop,
+        min_tokens=least,
     )
 
 
@@ -288,18 +329,8 @@ def _too_many_stop_ids(count: int) -> CallError:
     )
 
 
-def _check_rest(request: api.GenerateRequest, limits: ModelLimits) -> None:
-    """Check the ranges of what is not built, so that nonsense in it is called nonsense."""
-    sampling = request.sampling
-    if sampling.HasField("repetition_penalty"):
-        value = sampling.repetition_penalty
-        _in_range("sampling.repetition_penalty", value, value > 0, "more than 0")
-    for field in ("presence_penalty", "frequency_penalty"):
-        value = getattr(sampling, field)
-        _in_range(f"sampling.{field}", value, -_MAX_PENALTY <= value <= _MAX_PENALTY, "-2 to 2")
-    for token, bias in sampling.logit_bias.items():
-        check_ids((token,), limits.vocab_size, "sampling.logit_bias")
-        _in_range(f"sampling.logit_bias[{token}]", bias, -_MAX_LOGIT_BIAS <= bias <= _MAX_LOGIT_BIAS, "-100 to 100")
+def _check_rest(request: api.GenerateRequest) -> None:
+    """Check the ranges of what belongs to nothing else."""
     if request.HasField("length_penalty"):
         penalty = request.length_penalty
         _in_range("length_penalty", penalty, abs(penalty) <= MAX_LENGTH_PENALTY, f"at most {MAX_LENGTH_PENALTY:g}, either way")
@@ -333,19 +364,8 @@ def _which(kind: str | None) -> str:
 
 
 def _check_built(request: api.GenerateRequest) -> None:
-    sampling = request.sampling
-    neutral = {
-        "resume_seconds": request.resume_seconds == 0,
-        "sampling.repetition_penalty": not sampling.HasField("repetition_penalty") or sampling.repetition_penalty == 1,
-        "sampling.presence_penalty": sampling.presence_penalty == 0,
-        "sampling.frequency_penalty": sampling.frequency_penalty == 0,
-        "sampling.logit_bias": not any(sampling.logit_bias.values()),
-        "stopping.min_tokens": request.stopping.min_tokens == 0,
-        "output.prompt_logprobs": not request.output.prompt_logprobs,
-    }
-    for field, is_neutral in neutral.items():
-        if not is_neutral:
-            raise CallError(Code.NOT_BUILT, f"{field} is not built yet; leave it out", field)
+    if request.resume_seconds:
+        raise CallError(Code.NOT_BUILT, "resume_seconds is not built yet; leave it out", "resume_seconds")
 
 
 def _name(text: str, field: str) -> str:

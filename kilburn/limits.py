@@ -9,7 +9,7 @@ GIB: Final = 1024 * MIB
 # ---------------------------------------------------------------------------------------------------------- wire
 
 #: Of all three processes; a peer of another one is refused at its hello.
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 
 #: One ZeroMQ frame. The longest that we send is a Submit: a prompt of a million ids in packed varints is under 4 MiB,
 #: and the gateway takes no gRPC message that long.
@@ -71,6 +71,13 @@ MAX_LENGTH_PENALTY: Final = 16.0
 
 #: Stop token ids of one request, the model's own ends of sequence among them.
 MAX_STOP_TOKEN_IDS: Final = 128
+
+#: Tokens with a bias in one request: as many as vLLM takes. Some 12 KB in each plan that opens a slot for it.
+MAX_LOGIT_BIASES: Final = 1024
+
+#: Prompt tokens that one step tells of. Each needs a row of logits, of which a step otherwise has one for each sequence: so many
+#: take 25 MB with the default model's vocabulary, and 134 MB with the largest ones there are.
+MAX_PROMPT_ROWS: Final = 128
 
 #: Continuations told of one beam: as many that do not end it as there are beams, behind all that do.
 MAX_CHOICES: Final = MAX_BEAM_WIDTH + MAX_STOP_TOKEN_IDS

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from kilburn.config import MemmgrConfig
 from kilburn.errors import KilburnError, StartError
-from kilburn.limits import HEARTBEAT_INTERVAL_SECONDS, MAX_QUOTAS
+from kilburn.limits import HEARTBEAT_INTERVAL_SECONDS, MAX_PROMPT_ROWS, MAX_QUOTAS
 from kilburn.log import Logger
 from kilburn.v1 import engine_pb2 as engine
 from kilburn.wire.hub import Hub, Incoming
@@ -274,6 +274,7 @@ class Engine:
         step_tokens = min(wanted, hello.max_step_tokens)
         return Limits(
             max_running=min(self._config.max_running, hello.max_slots, step_tokens),
+            max_prompt_rows=MAX_PROMPT_ROWS,
             max_waiting=self._config.max_waiting,
             max_step_tokens=step_tokens,
             context_length=hello.model.context_length,

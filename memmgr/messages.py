@@ -6,6 +6,7 @@ Knows both vocabularies; no sockets, no state.
 import itertools
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -14,6 +15,7 @@ from kilburn.limits import (
     MAX_BEAM_WIDTH,
     MAX_BLOCK_SIZE,
     MAX_LENGTH_PENALTY,
+    MAX_LOGIT_BIASES,
     MAX_NAME_CHARACTERS,
     MAX_SAMPLES,
     MAX_STOP_TOKEN_IDS,
@@ -28,6 +30,8 @@ from memmgr.schedule.plans import (
     NewToken,
     Plan,
     PlannedSample,
+    PlannedTelling,
+    PromptTold,
     RequestEnd,
     RequestKey,
     Sampled,
@@ -70,7 +74,10 @@ def read_submit(submit: engine.Submit, gateway: int, vocab_size: int, deadline: 
         raise MessageError(f"token id {highest} is outside the vocabulary of {vocab_size}")
     if math.isnan(deadline):
         raise MessageError("a deadline that is no number")
-    _check_sampling(submit.sampling)
+    _check_sampling(submit.sampling, vocab_size)
+    sampling = submit.sampling
+    counts_prompt = sampling.repetition_penalty not in (0, 1) and submit.beam_width <= 1
+    counts_outputs = bool(sampling.presence_penalty or sampling.frequency_penalty) and submit.beam_width <= 1
     return Submission(
         key=(gateway, submit.handle),
         tenant=submit.tenant,
@@ -83,6 +90,9 @@ def read_submit(submit: engine.Submit, gateway: int, vocab_size: int, deadline: 
         beam_width=submit.beam_width,
         length_penalty=submit.length_penalty if submit.beam_width > 1 else 1.0,
         alternatives=submit.sampling.top_logprobs if submit.sampling.with_logprobs else None,
+        prompt_alternatives=submit.sampling.top_logprobs if submit.prompt_logprobs else None,
+        counts_tokens=counts_prompt or counts_outputs,
+        prompt_seen=_bits(submit.prompt_ids) if counts_prompt else b"",
         priority=submit.priority,
         salt=submit.cache_salt,
         deadline=deadline,
@@ -98,7 +108,16 @@ def _check_beams(submit: engine.Submit, vocab_size: int) -> None:
         raise MessageError(f"a length penalty of {submit.length_penalty}; it is at most {MAX_LENGTH_PENALTY:g}, either way")
 
 
-def _check_sampling(sampling: engine.SamplingParams) -> None:
+def _bits(tokens: Iterable[int]) -> bytes:
+    """Return a set of tokens as History.prompt_seen has it."""
+    distinct = set(tokens)
+    bits = bytearray(max(distinct) // 8 + 1)
+    for token in distinct:
+        bits[token // 8] |= 1 << token % 8
+    return bytes(bits)
+
+
+def _check_sampling(sampling: engine.SamplingParams, vocab_size: int) -> None:
     """Refuse what would make the executor fail for everybody."""
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
         raise MessageError("a temperature that is negative or no number")
@@ -108,6 +127,15 @@ def _check_sampling(sampling: engine.SamplingParams) -> None:
         raise MessageError("a min_p outside [0, 1]")
     if sampling.top_logprobs > MAX_TOP_LOGPROBS:
         raise MessageError(f"{sampling.top_logprobs} alternatives; at most {MAX_TOP_LOGPROBS} are given")
+    bias = sampling.logit_bias
+    if len(bias) > MAX_LOGIT_BIASES or len(sampling.unwanted_ids) > MAX_STOP_TOKEN_IDS:
+        raise MessageError(f"{len(bias)} biases and {len(sampling.unwanted_ids)} unwanted tokens; that is too many")
+    numbers = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty, *bias.values())
+    if not all(map(math.isfinite, numbers)) or sampling.repetition_penalty < 0:
+        raise MessageError("a penalty or a bias that is no number, or a repetition penalty below 0")
+    highest = max((*bias, *sampling.unwanted_ids), default=0)
+    if highest >= vocab_size:
+        raise MessageError(f"a bias for, or a ban on, token {highest}, which is outside the vocabulary of {vocab_size}")
 
 
 # --------------------------------------------------------------------------------------------------- to gateways
@@ -122,6 +150,12 @@ def token_batches(events: Iterable[Event]) -> dict[int, engine.TokenBatch]:
         batch = batches.setdefault(gateway, engine.TokenBatch())
         if isinstance(event, RequestEnd):
             batch.ends.append(_request_end(event))
+            continue
+        if isinstance(event, PromptTold):
+            told = batch.sequences.add(handle=handle)
+            for logprob in event.logprobs:
+                assert isinstance(logprob, inference.TokenLogprob)
+                told.prompt_logprobs.append(logprob)
             continue
         run = open_runs.get((event.key, event.index))
         if run is None:
@@ -196,9 +230,43 @@ def step_plan(plan: Plan) -> engine.StepPlan:
             added.token_ids.extend(chunk.tokens)
         for logical, block in chunk.edits:
             added.edits.add(logical=logical, block=block)
+    for slot, prompt_seen, outputs in plan.histories:
+        message.histories.append(_history(slot, prompt_seen, outputs))
+    for telling in plan.tellings:
+        rows = message.prompt_rows.add(chunk=telling.chunk, first=telling.first, top_logprobs=telling.alternatives)
+        rows.targets.extend(telling.targets)
     for sample in plan.samples:
         message.samples.add(chunk=sample.chunk, slot=sample.slot, position=sample.position, choices=sample.choices)
     return message
+
+
+def _history(slot: int, prompt_seen: bytes, outputs: "array[int]") -> engine.History:
+    counts = sorted(Counter(outputs).items())
+    before = [0, *(token for token, _ in counts)]
+    return engine.History(
+        slot=slot,
+        prompt_seen=prompt_seen,
+        output_gaps=[token - previous for (token, _), previous in zip(counts, before, strict=False)],
+        output_counts=[count for _, count in counts],
+    )
+
+
+def read_told(result: engine.StepResult, tellings: Sequence[PlannedTelling], vocab_size: int) -> list[tuple[object, ...]]:
+    """Return what is told of prompts, in the order of the plan's tellings.
+
+    Raises:
+        MessageError: it is not what was asked for.
+    """
+    if len(result.prompts) != len(tellings):
+        raise MessageError(f"{len(result.prompts)} prompts are told of where {len(tellings)} were to be")
+    told: list[tuple[object, ...]] = []
+    for telling, part in zip(tellings, result.prompts, strict=True):
+        if [one.token_id for one in part.logprobs] != telling.targets.tolist():
+            raise MessageError("other prompt tokens are told of than were asked for")
+        if any(other.token_id >= vocab_size for one in part.logprobs for other in one.top):
+            raise MessageError(f"an alternative is outside the vocabulary of {vocab_size}")
+        told.append(tuple(part.logprobs))
+    return told
 
 
 def read_result(result: engine.StepResult, samples: Sequence[PlannedSample], vocab_size: int) -> Sequence[Sampled]:

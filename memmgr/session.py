@@ -26,9 +26,9 @@ from memmgr.core.swap import SwappingMemory
 from memmgr.core.table import MemoryCounters
 from memmgr.journal.journaled import memory_of
 from memmgr.journal.recording import Journal
-from memmgr.messages import MessageError, read_result, step_plan
+from memmgr.messages import MessageError, read_result, read_told, step_plan
 from memmgr.schedule.counters import ScheduleCounters
-from memmgr.schedule.plans import Limits, PlannedSample
+from memmgr.schedule.plans import Limits, PlannedSample, PlannedTelling
 from memmgr.schedule.scheduler import Scheduler
 
 #: Plans out at once: the executor has the next one when it ends a step, and a token's fate is known one step later at the most.
@@ -118,6 +118,7 @@ class Session:
         )
         self.cut_floors: Final = self._adopt(quotas)
         self._samples: dict[int, tuple[PlannedSample, ...]] = {}  # step -> samples of its plan
+        self._tellings: dict[int, tuple[PlannedTelling, ...]] = {}  # likewise, where it has any
         self._inspections: dict[int, _Expected] = {}
         self._inspected = 0
         self._heard = now
@@ -160,6 +161,8 @@ class Session:
         if self.scheduler.plans_in_flight == 1:
             self._progressed = now  # nothing was out: the executor's standing still was no fault
         self._samples[plan.step] = plan.samples
+        if plan.tellings:
+            self._tellings[plan.step] = plan.tellings
         message = step_plan(plan)
         self.totals.steps.transport += time.perf_counter_ns() - planned
         return message
@@ -175,8 +178,9 @@ class Session:
         if not self._samples or result.step != next(iter(self._samples)):
             raise MessageError(f"the result of step {result.step} came out of turn")
         sampled = read_result(result, self._samples.pop(result.step), self.model.vocab_size)
+        told = read_told(result, self._tellings.pop(result.step, ()), self.model.vocab_size)
         began = time.perf_counter_ns()
-        self.scheduler.complete(result.step, sampled, now)
+        self.scheduler.complete(result.step, sampled, now, told)
         steps, times = self.totals.steps, result.times
         steps.applying += time.perf_counter_ns() - began
         steps.transport += times.receive

@@ -24,7 +24,7 @@ import torch
 from kernels.cpu import build
 
 #: As kAbi in native/abi.h.
-ABI: Final = 3
+ABI: Final = 4
 
 #: What the kernel puts behind the name of a mapped file that is there no more, or not that one.
 _DELETED: Final = " (deleted)"
@@ -208,6 +208,39 @@ class PeaksCall(ctypes.Structure):
     )
 
 
+class DrawRow(ctypes.Structure):
+    """How one row of logits is sampled."""
+
+    _fields_ = (
+        ("row", ctypes.c_int64),
+        ("top_p", ctypes.c_double),
+        ("peak", ctypes.c_float),
+        ("temperature", ctypes.c_float),
+        ("least", ctypes.c_float),
+        ("top_k", ctypes.c_int32),
+        ("seed_low", ctypes.c_uint32),
+        ("seed_high", ctypes.c_uint32),
+        ("position", ctypes.c_uint32),
+        ("index", ctypes.c_uint32),
+    )
+
+
+class DrawCall(ctypes.Structure):
+    """A token for each of some rows."""
+
+    _fields_ = (
+        ("input", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_int64),
+        ("input_stride", ctypes.c_int64),
+        ("count", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    )
+
+
 class Operation(ctypes.Structure):
     """One operation of a program."""
 
@@ -219,7 +252,8 @@ KINDS: Final[dict[type[ctypes.Structure], int]] = {LinearCall: 0, NormCall: 1, G
 
 #: In the order of kilburn_sizeof's argument.
 STRUCTURES: Final[tuple[type[ctypes.Structure], ...]] = (
-    Layer, Rows, Strided, AttendCall, WriteCall, CopyCall, LinearCall, NormCall, GateCall, RotateCall, PeaksCall, Operation,
+    Layer, Rows, Strided, AttendCall, WriteCall, CopyCall, LinearCall, NormCall, GateCall, RotateCall, PeaksCall,
+    DrawRow, DrawCall, Operation,
 )  # fmt: skip
 
 #: What kilburn_use_threads takes: what runs a parallel region in every OpenMP runtime, and what tells a thread its number and how
@@ -249,6 +283,8 @@ class Library:
     silu_mul: Callable[..., int]  # (instructions, call) -> status
     rotate_write: Callable[..., int]  # (instructions, call) -> status
     peaks: Callable[..., int]  # (instructions, call) -> status
+    draw_workspace: Callable[[int], int]  # (elements of a row) -> bytes for each thread
+    draw: Callable[..., int]  # (instructions, call) -> status
     run: Callable[..., int]  # (instructions, operations, count, threads, layer) -> status
 
     def choose(self, wanted: str | None) -> str:
@@ -322,7 +358,7 @@ def load_from(folder: Path) -> Library:
         raise LibraryError(f"this machine has none of the instruction sets {', '.join(build.INSTRUCTION_SETS)}")
     openmp, why_one_thread = _use_openmp(holding)
     pointers = [ctypes.POINTER(structure) for structure in STRUCTURES]
-    layer, _, _, attend, write, copy, linear, norm, gate, rotate, peaks, operation = pointers
+    layer, _, _, attend, write, copy, linear, norm, gate, rotate, peaks, _, draw, operation = pointers
     return Library(
         path=path,
         openmp=openmp,
@@ -338,6 +374,8 @@ def load_from(folder: Path) -> Library:
         silu_mul=_function(holding, "kilburn_silu_mul", ctypes.c_int, ctypes.c_int32, gate),
         rotate_write=_function(holding, "kilburn_rotate_write", ctypes.c_int, ctypes.c_int32, rotate),
         peaks=_function(holding, "kilburn_peaks", ctypes.c_int, ctypes.c_int32, peaks),
+        draw_workspace=_function(holding, "kilburn_draw_workspace", ctypes.c_int64, ctypes.c_int32),
+        draw=_function(releasing, "kilburn_draw", ctypes.c_int, ctypes.c_int32, draw),
         run=_function(
             releasing, "kilburn_run", ctypes.c_int, ctypes.c_int32, operation, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
         ),

@@ -9,7 +9,9 @@ speed there, and what an operation of torch does to few rows takes less time tha
 Like torch's own operations, and for the sake of OpenMP, they are used by one thread of the process.
 """
 
-from ctypes import byref
+import math
+from collections.abc import Sequence
+from ctypes import addressof, byref
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,7 +21,7 @@ from torch.nn.functional import pad
 
 from kernels.cpu import library
 from kernels.cpu.backend import PreparedStep
-from kernels.cpu.library import GateCall, LinearCall, NormCall, PeaksCall, RotateCall, Strided
+from kernels.cpu.library import DrawCall, DrawRow, GateCall, LinearCall, NormCall, PeaksCall, RotateCall, Strided
 
 #: Rows that share each load of a weight, where there are registers for it: with more, the weight is read again from the cache.
 FEW_ROWS: Final = 8
@@ -37,6 +39,40 @@ _ELEMENTS: Final = {dtype: (library.ELEMENTS[dtype], dtype.itemsize) for dtype i
 
 #: Outputs that a packed weight has side by side: kBlockOutputs in native/linear.h.
 _BLOCK: Final = 32
+
+
+#: Where the workspace of a draw begins.
+_ALIGNED: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How a token is drawn from a row of logits; see executor/race.py and executor/sampler.py, which say the same with torch."""
+
+    row: int
+    peak: float  # the row's largest logit
+    temperature: float
+    top_p: float
+    top_k: int  # 0: off
+    min_p: float
+    seed: int
+    position: int
+    index: int
+
+    def packed(self) -> DrawRow:
+        """Return it as the library reads it."""
+        return DrawRow(
+            row=self.row,
+            top_p=self.top_p,
+            peak=self.peak,
+            temperature=self.temperature,
+            least=math.log(self.min_p) if self.min_p > 0 else -math.inf,
+            top_k=self.top_k,
+            seed_low=self.seed & 0xFFFFFFFF,
+            seed_high=self.seed >> 32,
+            position=self.position,
+            index=self.index,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +148,8 @@ class Operations:
         self._number = self._library.number(self.instructions)
         # Filled anew by each call, which takes a fraction of making them anew: on one row these microseconds are what is left.
         self._linear, self._norm, self._gate, self._rotate = LinearCall(), NormCall(heads=1), GateCall(), RotateCall()
-        self._peaks = PeaksCall()
+        self._peaks, self._draw = PeaksCall(), DrawCall()
+        self._room = torch.empty(0, dtype=torch.uint8)
 
     def linear(self, rows: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         """Return rows [n, inner] times weight [outputs, inner] plus bias [outputs], as [n, outputs].
@@ -247,6 +284,31 @@ class Operations:
         call.maxima, call.indexes, call.threads = maxima.data_ptr(), indexes.data_ptr(), _threads(count * size)
         library.check(self._library.peaks(self._number, byref(call)))
         return maxima, indexes
+
+    def draw(self, rows: Tensor, wanted: Sequence[Draw]) -> Tensor:
+        """Return a token for each of some rows of [n, size] float32, [wanted] int64. A row that holds NaN gives any token.
+
+        Raises:
+            ValueError: a row is not there, or a temperature, top-p or peak is out of its range.
+        """
+        count, size, stride = _matrix(rows, torch.float32)
+        if size == 0:
+            raise ValueError("rows of nothing have no token")
+        for one in wanted:
+            if not (0 <= one.row < count and one.temperature > 0 and 0 < one.top_p <= 1 and math.isfinite(one.peak)):
+                raise ValueError(f"{one} can't be drawn from {count} rows")
+        tokens = rows.new_empty(len(wanted), dtype=torch.int64)
+        threads = min(_threads(len(wanted) * size), max(1, len(wanted)))
+        needed = self._library.draw_workspace(size) * threads
+        if self._room.nbytes < needed + _ALIGNED:
+            self._room = torch.empty(needed + _ALIGNED, dtype=torch.uint8)
+        parts = (DrawRow * len(wanted))(*[one.packed() for one in wanted])
+        call = self._draw
+        call.input, call.input_stride, call.count, call.size = rows.data_ptr(), stride * rows.itemsize, len(wanted), size
+        call.rows, call.tokens, call.threads = addressof(parts), tokens.data_ptr(), threads
+        call.workspace, call.workspace_bytes = -(-self._room.data_ptr() // _ALIGNED) * _ALIGNED, needed
+        library.check(self._library.draw(self._number, byref(call)))
+        return tokens
 
 
 def _threads(elements: int) -> int:

@@ -379,6 +379,7 @@ class Submit(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     BEAM_WIDTH_FIELD_NUMBER: _builtins.int
     LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     tenant: _builtins.str
     request_id: _builtins.str
@@ -396,6 +397,8 @@ class Submit(_message.Message):
     """above 1: they are the best of a beam search; `sampling` says only which logprobs to tell"""
     length_penalty: _builtins.float
     """of beams"""
+    prompt_logprobs: _builtins.bool
+    """tell of each prompt token but the first, with as many alternatives as `sampling` says"""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -420,10 +423,11 @@ class Submit(_message.Message):
         samples: _builtins.int = ...,
         beam_width: _builtins.int = ...,
         length_penalty: _builtins.float = ...,
+        prompt_logprobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam_width", b"beam_width", "cache_salt", b"cache_salt", "deadline_unix_seconds", b"deadline_unix_seconds", "handle", b"handle", "length_penalty", b"length_penalty", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "samples", b"samples", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam_width", b"beam_width", "cache_salt", b"cache_salt", "deadline_unix_seconds", b"deadline_unix_seconds", "handle", b"handle", "length_penalty", b"length_penalty", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "samples", b"samples", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -435,6 +439,26 @@ class SamplingParams(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
@@ -442,6 +466,12 @@ class SamplingParams(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     WITH_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    UNWANTED_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0: greedy"""
     top_p: _builtins.float
@@ -455,6 +485,20 @@ class SamplingParams(_message.Message):
     with_logprobs: _builtins.bool
     top_logprobs: _builtins.int
     """alternatives beside the sampled token's own, at most 20"""
+    repetition_penalty: _builtins.float
+    """0 and 1: off"""
+    presence_penalty: _builtins.float
+    frequency_penalty: _builtins.float
+    min_tokens: _builtins.int
+    """none of `unwanted_ids` is chosen for an output before this one (the first is number 0)"""
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """at most 1,024"""
+
+    @_builtins.property
+    def unwanted_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """what would end the sequence; at most 128, none where min_tokens is 0"""
+
     def __init__(
         self,
         *,
@@ -465,10 +509,16 @@ class SamplingParams(_message.Message):
         seed: _builtins.int = ...,
         with_logprobs: _builtins.bool = ...,
         top_logprobs: _builtins.int = ...,
+        repetition_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        min_tokens: _builtins.int = ...,
+        unwanted_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "with_logprobs", b"with_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "unwanted_ids", b"unwanted_ids", "with_logprobs", b"with_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -559,6 +609,7 @@ class SequenceTokens(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     index: _builtins.int
     offset: _builtins.int
@@ -573,6 +624,10 @@ class SequenceTokens(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprob]:
         """one a token, where asked for"""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprob]:
+        """of index 0, before its first tokens: those of the prompt that are new"""
+
     def __init__(
         self,
         *,
@@ -583,10 +638,11 @@ class SequenceTokens(_message.Message):
         logprobs: _abc.Iterable[_inference_pb2.TokenLogprob] | None = ...,
         finish_reason: _inference_pb2.FinishReason.ValueType = ...,
         score: _builtins.float = ...,
+        prompt_logprobs: _abc.Iterable[_inference_pb2.TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "handle", b"handle", "index", b"index", "logprobs", b"logprobs", "offset", b"offset", "score", b"score", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "handle", b"handle", "index", b"index", "logprobs", b"logprobs", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "score", b"score", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -720,8 +776,8 @@ Global___ExecutorHeartbeat: _TypeAlias = ExecutorHeartbeat  # noqa: Y015
 
 @_typing.final
 class StepPlan(_message.Message):
-    """One step. The executor does, in this order: swap_outs, freed_blocks, swap_ins, copies, closes, opens, then the chunks
-    (tables first, K and V written before attention reads them), then the sample rows.
+    """One step. The executor does, in this order: swap_outs, freed_blocks, swap_ins, copies, closes, opens, histories, then the
+    chunks (tables first, K and V written before attention reads them), then the sample rows and the prompt rows.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -735,6 +791,8 @@ class StepPlan(_message.Message):
     FREED_BLOCKS_FIELD_NUMBER: _builtins.int
     SWAP_OUTS_FIELD_NUMBER: _builtins.int
     SWAP_INS_FIELD_NUMBER: _builtins.int
+    HISTORIES_FIELD_NUMBER: _builtins.int
+    PROMPT_ROWS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """from 1 for each pair of incarnations, without gaps"""
     @_builtins.property
@@ -765,6 +823,12 @@ class StepPlan(_message.Message):
     def swap_ins(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockCopy]:
         """from a host block to a block; no host block is in both"""
 
+    @_builtins.property
+    def histories(self) -> _containers.RepeatedCompositeFieldContainer[Global___History]:
+        """of slots that this plan opens, where penalties need them"""
+
+    @_builtins.property
+    def prompt_rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptRows]: ...
     def __init__(
         self,
         *,
@@ -777,10 +841,12 @@ class StepPlan(_message.Message):
         freed_blocks: _abc.Iterable[_builtins.int] | None = ...,
         swap_outs: _abc.Iterable[Global___BlockCopy] | None = ...,
         swap_ins: _abc.Iterable[Global___BlockCopy] | None = ...,
+        histories: _abc.Iterable[Global___History] | None = ...,
+        prompt_rows: _abc.Iterable[Global___PromptRows] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "closes", b"closes", "copies", b"copies", "freed_blocks", b"freed_blocks", "opens", b"opens", "samples", b"samples", "step", b"step", "swap_ins", b"swap_ins", "swap_outs", b"swap_outs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "closes", b"closes", "copies", b"copies", "freed_blocks", b"freed_blocks", "histories", b"histories", "opens", b"opens", "prompt_rows", b"prompt_rows", "samples", b"samples", "step", b"step", "swap_ins", b"swap_ins", "swap_outs", b"swap_outs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -836,6 +902,78 @@ class SlotOpen(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SlotOpen: _TypeAlias = SlotOpen  # noqa: Y015
+
+@_typing.final
+class History(_message.Message):
+    """Which tokens a sequence has had when its slot opens, wherever their K and V come from (computed anew, cached, swapped in): what
+    the executor samples for the slot from then on it counts itself. Its size is bounded by the vocabulary, not by the prompt.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    PROMPT_SEEN_FIELD_NUMBER: _builtins.int
+    OUTPUT_GAPS_FIELD_NUMBER: _builtins.int
+    OUTPUT_COUNTS_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    prompt_seen: _builtins.bytes
+    """bit t % 8 of byte t / 8: token t is in the prompt; empty where nobody asks for it"""
+    @_builtins.property
+    def output_gaps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """distinct output tokens, rising: each less the one before it (the first: 0)"""
+
+    @_builtins.property
+    def output_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """how often each was output, from 1"""
+
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        prompt_seen: _builtins.bytes = ...,
+        output_gaps: _abc.Iterable[_builtins.int] | None = ...,
+        output_counts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["output_counts", b"output_counts", "output_gaps", b"output_gaps", "prompt_seen", b"prompt_seen", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___History: _TypeAlias = History  # noqa: Y015
+
+@_typing.final
+class PromptRows(_message.Message):
+    """Tell of prompt tokens: row `first + i` of the chunk gives the distribution that token `targets[i]` came from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    chunk: _builtins.int
+    """index into chunks; each at most once"""
+    first: _builtins.int
+    top_logprobs: _builtins.int
+    """alternatives to tell of each, at most 20"""
+    @_builtins.property
+    def targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        chunk: _builtins.int = ...,
+        first: _builtins.int = ...,
+        targets: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "first", b"first", "targets", b"targets", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptRows: _TypeAlias = PromptRows  # noqa: Y015
 
 @_typing.final
 class Chunk(_message.Message):
@@ -947,6 +1085,7 @@ class StepResult(_message.Message):
     TIMES_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     error: _builtins.str
     """not empty: the step could not be done, and why; the executor ends"""
@@ -966,6 +1105,10 @@ class StepResult(_message.Message):
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleChoices]:
         """of the samples that asked for them and did not fail"""
 
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
+        """one for each of the plan's prompt_rows, in their order"""
+
     def __init__(
         self,
         *,
@@ -976,14 +1119,35 @@ class StepResult(_message.Message):
         times: Global___StepTimes | None = ...,
         error: _builtins.str = ...,
         choices: _abc.Iterable[Global___SampleChoices] | None = ...,
+        prompts: _abc.Iterable[Global___PromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "error", b"error", "failed", b"failed", "logprobs", b"logprobs", "step", b"step", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "error", b"error", "failed", b"failed", "logprobs", b"logprobs", "prompts", b"prompts", "step", b"step", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprob]: ...
+    def __init__(
+        self,
+        *,
+        logprobs: _abc.Iterable[_inference_pb2.TokenLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class SampleLogprob(_message.Message):

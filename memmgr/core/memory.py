@@ -125,6 +125,12 @@ class Memory:
                 match = match.without_tail()  # its source would be held, and is needed
         return Admission(match, found * self.block_size + match.tail_tokens)
 
+    def plan_whole_admission(self, tokens: array[int], reserve: int, allowance: int | None = None) -> Admission | None:
+        """Decide as `plan_admission` does, for a sequence that is to be computed whole: nothing that is cached is used."""
+        needed = self.blocks_for(len(tokens) + 1)
+        most = self.pool.available - reserve
+        return None if needed > (most if allowance is None else min(most, allowance)) else Admission(Match(), 0)
+
     def blocks_charged(self, lineage: Lineage, tokens: array[int]) -> int:
         """Return how many blocks at least become live where a sequence with these tokens, and one more, begins."""
         match = self.plan_match(lineage, tokens)

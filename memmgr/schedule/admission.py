@@ -29,13 +29,17 @@ def plan_admission(
     *,
     short: bool = False,
     margin: int = 0,
+    whole: bool = False,
 ) -> Admission | None:
     """Decide whether a request can begin with these known tokens, `rest` being the blocks that it needs beside theirs.
 
     Where blocks are `short`, it may only take what is guaranteed to its tenant. `margin` blocks more have to be left.
+    Where it is to be computed `whole`, nothing cached is used.
     """
     reserve, allowance = _terms(lineage.tenant, running, memory, short=short)
     allowed = None if allowance is None else allowance - rest
+    if whole:
+        return memory.plan_whole_admission(tokens, reserve + rest + margin, allowed)
     return memory.plan_admission(lineage, tokens, reserve + rest + margin, allowed)
 
 
@@ -105,5 +109,7 @@ def is_over_limit(request: Request, live: list[Sequence], running: Iterable[Requ
         tables = _swapped_tables(live, memory)
         needed = memory.blocks_charged_back(list(tables), tables, _blocks_back(live, memory))
     else:
-        needed = memory.blocks_charged(live[0].lineage, request.trunk_tokens) + blocks_beside(request, live, memory)
+        tokens = request.trunk_tokens
+        charged = memory.blocks_for(len(tokens) + 1) if request.tells else memory.blocks_charged(live[0].lineage, tokens)
+        needed = charged + blocks_beside(request, live, memory)
     return needed + blocks_owed(running, memory).get(tenant, 0) > allowance

@@ -21,6 +21,10 @@ from memmgr.schedule.lanes import Searches
 from memmgr.schedule.queues import Queues
 from memmgr.schedule.requests import Request, Sequence
 
+#: Tokens whose histories the plans of one step may carry, beside those of one request, so that a plan stays well within a frame:
+#: three bytes each at the most. What does not fit begins a step later.
+MAX_HISTORY_TOKENS: Final = 1024 * 1024
+
 #: How often others may pass the first of the queue while there is no room for it, and how many of them are looked at in a step.
 MAX_PASSES: Final = 16
 MAX_LOOKED_BEHIND: Final = 16
@@ -63,7 +67,7 @@ class Admitting:
             if not request.swapped and queues.follow(request, place):
                 continue
             live = request.live
-            if not draft.budget or queues.slots.free < len(live):
+            if not draft.budget or queues.slots.free < len(live) or self._carries_enough(draft, request):
                 return
             if self._is_held(request, live, place):
                 continue
@@ -90,11 +94,19 @@ class Admitting:
             live = request.live
             if request.in_flight or request.preemptions or queues.slots.free < len(live) or not is_small(request, head):
                 place += 1
+            elif self._carries_enough(draft, request):
+                return
             elif not queues.follow(request, place) and not self._is_held(request, live, place):
                 if self._start(draft, request, place, short=False, left=queues.running_sequences):
                     head.passed += 1
                 else:
                     place += 1
+
+    def _carries_enough(self, draft: Draft, request: Request) -> bool:
+        """Whether the plan has no room for the histories of one more request."""
+        size = request.history_size
+        carried = sum(one.history_size for one in draft.opened) if size else 0
+        return carried > 0 and carried + size > MAX_HISTORY_TOKENS
 
     def _is_held(self, request: Request, live: list[Sequence], place: int) -> bool:
         """Let a waiting request wait behind its tenant's limit where that is in its way, or another of the tenant before it."""
@@ -122,6 +134,7 @@ class Admitting:
             memory,
             short=short,
             margin=max(left, margin(request, queues.running_sequences)),
+            whole=request.tells,
         )
         if admission is None:
             return False

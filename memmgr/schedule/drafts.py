@@ -23,12 +23,19 @@ from memmgr.schedule.tenants import choose_victim, choose_victim_for_floors
 class Draft:
     """See the module. `counts`: tokens of each sequence, in the order of the plan's chunks; `opened`: who begins in this step."""
 
-    __slots__ = ("_counters", "_memory", "_queues", "_swap", "budget", "counts", "opened")
+    __slots__ = ("_counters", "_memory", "_queues", "_swap", "_tellable", "budget", "counts", "opened")
 
     def __init__(
-        self, budget: int, memory: Memory, swap: SwappingMemory | None, queues: Queues, counters: ScheduleCounters
+        self,
+        budget: int,
+        memory: Memory,
+        swap: SwappingMemory | None,
+        queues: Queues,
+        counters: ScheduleCounters,
+        tellable: int = 0,
     ) -> None:
         self.budget = budget  # tokens that are left
+        self._tellable = tellable  # prompt tokens that the step may still tell of
         self.counts: Final[dict[Sequence, int]] = {}
         self.opened: Final[list[Request]] = []
         self._memory: Final = memory
@@ -45,6 +52,8 @@ class Draft:
     def schedule(self, sequence: Sequence) -> None:
         """Give a running sequence its part of the budget, at the cost of those behind it where blocks are short."""
         count = min(sequence.uncomputed, self.budget)
+        if count and sequence.request.tells:
+            count = self._bound_telling(sequence, count)
         if count == 0:
             return
         assert sequence.table is not None
@@ -55,6 +64,17 @@ class Draft:
         self._memory.grow(growth)
         self.counts[sequence] = count
         self.budget -= count
+
+    def _bound_telling(self, sequence: Sequence, count: int) -> int:
+        """Return how many of `count` tokens a sequence of whose prompt the client is told may compute, and take them off.
+
+        What was told before a preemption and is computed again costs nothing.
+        """
+        assert sequence.table is not None
+        repeated = min(count, max(0, sequence.request.told - 1 - sequence.table.planned))
+        new = min(count - repeated, self._tellable)
+        self._tellable -= new
+        return repeated + new
 
     def _make_room(self, sequence: Sequence, count: int) -> Request:
         """Preempt a running request for the growth of a sequence, perhaps its own; return it."""

@@ -12,7 +12,7 @@ from typing import Final
 
 from memmgr.schedule.counters import ScheduleCounters
 from memmgr.schedule.lanes import outcome
-from memmgr.schedule.plans import EndCode, Event, FinishReason, NewToken, RequestEnd, RequestKey, Sampled, SequenceEnd
+from memmgr.schedule.plans import EndCode, Event, FinishReason, NewToken, PromptTold, RequestEnd, RequestKey, Sampled, SequenceEnd
 from memmgr.schedule.queues import Queues
 from memmgr.schedule.registry import Registry
 from memmgr.schedule.requests import Request, Sequence, State
@@ -33,6 +33,11 @@ class Outputs:
         """Return what clients are to hear, in order, and forget it."""
         events, self._events = self._events, []
         return events
+
+    def tell(self, request: Request, logprobs: tuple[object, ...]) -> None:
+        """Let the client hear of the prompt's next tokens."""
+        if request.state is not State.ENDED:
+            self._events.append(PromptTold(request.submission.key, logprobs))
 
     def append(self, sequence: Sequence, result: Sampled, now: float) -> None:
         """Add a sampled token to its sequence, which may end with it; a beam's choices wait for the others'."""

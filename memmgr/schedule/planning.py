@@ -19,20 +19,20 @@ from memmgr.schedule.admitting import Admitting
 from memmgr.schedule.counters import ScheduleCounters
 from memmgr.schedule.drafts import Draft
 from memmgr.schedule.lanes import Searches
-from memmgr.schedule.plans import Plan, PlannedChunk, PlannedSample
+from memmgr.schedule.plans import Limits, Plan, PlannedChunk, PlannedSample, PlannedTelling
 from memmgr.schedule.queues import Queues
 from memmgr.schedule.requests import Request, Sequence, State
 from memmgr.schedule.results import Results, Row
 
 
 class Planner:
-    """See the module. `step` is the number of the last plan; `step_tokens` the budget of one."""
+    """See the module. `step` is the number of the last plan; `limits` have the budget of one."""
 
-    __slots__ = ("_admitting", "_counters", "_memory", "_queues", "_results", "_step_tokens", "_swap", "step")
+    __slots__ = ("_admitting", "_counters", "_limits", "_memory", "_queues", "_results", "_swap", "step")
 
     def __init__(
         self,
-        step_tokens: int,
+        limits: Limits,
         memory: Memory,
         swap: SwappingMemory | None,
         queues: Queues,
@@ -41,7 +41,7 @@ class Planner:
         counters: ScheduleCounters,
     ) -> None:
         self.step = 0
-        self._step_tokens: Final = step_tokens
+        self._limits: Final = limits
         self._memory: Final = memory
         self._swap: Final = swap
         self._queues: Final = queues
@@ -52,7 +52,8 @@ class Planner:
     def plan(self) -> Plan | None:
         """Plan the next step; None where there is nothing to do until a result or a request comes."""
         queues = self._queues
-        draft = Draft(self._step_tokens, self._memory, self._swap, queues, self._counters)
+        limits = self._limits
+        draft = Draft(limits.max_step_tokens, self._memory, self._swap, queues, self._counters, limits.max_prompt_rows)
         draft.settle()
         decoding: list[Sequence] = []
         others: list[Sequence] = []
@@ -74,6 +75,7 @@ class Planner:
         self.step += 1
         chunks: list[PlannedChunk] = []
         samples: list[PlannedSample] = []
+        tellings: list[PlannedTelling] = []
         rows: list[Row] = []
         forking: list[Request] = []
         for sequence, count in draft.counts.items():
@@ -91,9 +93,12 @@ class Planner:
             for one in sampled:
                 samples.append(_planned_sample(len(chunks), one))
                 one.outputs_promised += request.search is None
+            telling = _planned_telling(len(chunks), request, start, table.planned) if request.tells else None
+            if telling is not None:
+                tellings.append(telling)
             new_blocks, edits = sequence.tell()
             chunks.append(PlannedChunk(sequence.slot, start, count, tokens, new_blocks, edits))
-            rows.append(Row(sequence, request.residence, start, table.planned, tuple(sampled), tuple(forks)))
+            rows.append(Row(sequence, request.residence, start, table.planned, tuple(sampled), tuple(forks), telling is not None))
             sequence.in_flight += 1
             for one in sampled:
                 one.in_flight += one is not sequence
@@ -103,9 +108,24 @@ class Planner:
             for sequence in request.sequences
             if not sequence.ended
         )
+        histories = tuple(
+            (sequence.slot, request.submission.prompt_seen, sequence.tokens[request.prompt_length :])
+            for request in draft.opened
+            if request.submission.counts_tokens
+            for sequence in request.live
+        )
         self._results.expect(self.step, rows)
         self._counters.planned_steps += 1
-        plan = Plan(self.step, self._memory.end_step(), self._queues.slots.closes(), opens, tuple(chunks), tuple(samples))
+        plan = Plan(
+            self.step,
+            self._memory.end_step(),
+            self._queues.slots.closes(),
+            opens,
+            tuple(chunks),
+            tuple(samples),
+            histories,
+            tuple(tellings),
+        )
         for request in forking:
             self._fork(request)
         return plan
@@ -118,6 +138,21 @@ class Planner:
             sequence.table = self._memory.fork(trunk.key, sequence.key, sequence.owner)
             sequence.lineage = sequence.table.lineage
             sequence.high_water = max(sequence.high_water, request.prompt_length)
+
+
+def _planned_telling(chunk: int, request: Request, start: int, end: int) -> PlannedTelling | None:
+    """Return what is to be told of a prompt where positions start .. end - 1 of it are computed; None: nothing new.
+
+    Position p gives the distribution that token p + 1 came from.
+    """
+    first, last = request.told - 1, min(end, request.prompt_length - 1)
+    if first >= last:
+        return None
+    assert start <= first, "a prompt of which something is to be told was not computed whole"
+    request.told = last + 1
+    alternatives = request.submission.prompt_alternatives
+    assert alternatives is not None
+    return PlannedTelling(chunk, first - start, request.submission.prompt[first + 1 : last + 1], alternatives)
 
 
 def _planned_sample(chunk: int, sequence: Sequence) -> PlannedSample:

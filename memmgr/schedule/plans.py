@@ -2,7 +2,7 @@
 
 Those of which a step has one for each sequence are not `frozen`: making a frozen one takes four times as long.
 
-`sampling` and `logprob` are carried through unread: they are the executor's and the client's.
+`sampling`, `logprob` and what is told of a prompt are carried through unread: they are the executor's and the client's.
 """
 
 from __future__ import annotations
@@ -44,12 +44,16 @@ class EndCode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds the scheduler. `context_length` in tokens, prompt and output; `max_step_tokens` is the budget of one step."""
+    """What bounds the scheduler. `context_length` in tokens, prompt and output; `max_step_tokens` is the budget of one step.
+
+    So many prompt tokens, `max_prompt_rows`, may one step tell of.
+    """
 
     max_running: int
     max_waiting: int
     max_step_tokens: int
     context_length: int
+    max_prompt_rows: int = 128
 
     def __post_init__(self) -> None:
         assert self.max_step_tokens >= self.max_running >= 1, "a step must hold one token of each running sequence"
@@ -61,6 +65,10 @@ class Submission:
 
     `samples` sequences are returned, from 1. Where `beam_width` is above 1 they are the best that a beam search of that width
     finds, and each of their tokens is told of with `alternatives` (None: with nothing).
+    `prompt_alternatives`: tell of the prompt's tokens, each with so many (None: tell of none).
+
+    `counts_tokens`: the executor has to know which tokens a sequence has had, those of the prompt by `prompt_seen`, which is
+    empty where only outputs count.
     """
 
     key: RequestKey
@@ -74,6 +82,9 @@ class Submission:
     beam_width: int = 0
     length_penalty: float = 1.0
     alternatives: int | None = None
+    prompt_alternatives: int | None = None
+    counts_tokens: bool = False
+    prompt_seen: bytes = b""
     priority: int = 0
     salt: str = ""
     deadline: float = float("inf")  # on the same clock as every `now`
@@ -115,9 +126,22 @@ class PlannedSample:
     alternatives: int | None = None
 
 
+@dataclass(slots=True)
+class PlannedTelling:
+    """Tell of prompt tokens `targets`: they were to come after the rows of chunk `chunk` from `first` on."""
+
+    chunk: int
+    first: int
+    targets: array[int]
+    alternatives: int
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. `opens` are (slot, sampling, index among the request's sequences)."""
+    """One step. `opens` are (slot, sampling, index among the request's sequences).
+
+    `histories` are (slot, prompt_seen of its submission, outputs so far), of those opened whose tokens count.
+    """
 
     step: int
     memory: StepMemory
@@ -125,6 +149,8 @@ class Plan:
     opens: tuple[tuple[int, object, int], ...]
     chunks: tuple[PlannedChunk, ...]
     samples: tuple[PlannedSample, ...]
+    histories: tuple[tuple[int, bytes, array[int]], ...] = ()
+    tellings: tuple[PlannedTelling, ...] = ()
 
 
 @dataclass(slots=True)
@@ -146,6 +172,14 @@ class NewToken:
     offset: int
     token: int
     logprob: Any
+
+
+@dataclass(slots=True)
+class PromptTold:
+    """What the client asked to know of the prompt's next tokens, the second first: before the first token of any sequence."""
+
+    key: RequestKey
+    logprobs: tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,4 +205,4 @@ class RequestEnd:
     queue_seconds: float = 0.0
 
 
-Event = NewToken | SequenceEnd | RequestEnd
+Event = NewToken | PromptTold | SequenceEnd | RequestEnd

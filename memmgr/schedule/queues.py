@@ -80,7 +80,7 @@ class Queues:
 
     def follow(self, request: Request, place: int) -> bool:
         """Let one of the queue wait for a prefix that is being computed, if there is one, and be as urgent as it is."""
-        if not self.forming:
+        if not self.forming or request.tells:
             return False
         lineage, tokens = request.trunk.lineage, request.trunk_tokens
         leader = self.forming.follow(request, lineage, tokens, len(self._memory.plan_match(lineage, tokens).blocks))

@@ -161,6 +161,7 @@ class Request:
         "state",
         "submission",
         "swapped",
+        "told",
     )
 
     def __init__(
@@ -180,6 +181,8 @@ class Request:
         self.first_admitted_at: float | None = None
         self.cached_tokens = 0
         self.preemptions = 0
+        # Prompt tokens of which nothing is to be told any more, or plans that left tell it; of the first one nothing can be told.
+        self.told = self.prompt_length if submission.prompt_alternatives is None else 1
         self.passed = 0  # how often others were admitted while it was the first of the queue and had no room
         self.sequences: Final = tuple(Sequence(self, index, lineage) for index in range(submission.width))
         self.search: Final = _search(submission, max_outputs)
@@ -189,6 +192,16 @@ class Request:
         self.max_outputs = min(self.max_outputs, max(1, room))
         if self.search is not None:
             self.search.most_outputs = self.max_outputs
+
+    @property
+    def tells(self) -> bool:
+        """Whether something of the prompt is still to be told. Until then it is computed whole, whatever of it is cached."""
+        return self.told < self.prompt_length
+
+    @property
+    def history_size(self) -> int:
+        """What the histories of its sequences take in a plan that opens them, at most, counted in tokens."""
+        return sum(len(one.tokens) for one in self.live) if self.submission.counts_tokens else 0
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -26,7 +26,8 @@ from memmgr.schedule.requests import Sequence, State
 class Row:
     """One sequence's part in a plan that has left: positions start .. end - 1.
 
-    `samples`: the sequences that its last logits are sampled for. `forks`: those that share its tokens from then on.
+    `samples`: the sequences that its last logits are sampled for. `forks`: those that share its tokens from then on. `tells`: it
+    has a part in what is told of prompts.
     """
 
     sequence: Sequence
@@ -35,6 +36,7 @@ class Row:
     end: int
     samples: tuple[Sequence, ...]
     forks: tuple[Sequence, ...]
+    tells: bool = False
 
 
 class Results:
@@ -66,19 +68,24 @@ class Results:
         """Forget what is out: no results will come."""
         self._in_flight.clear()
 
-    def complete(self, step: int, sampled: Iterable[Sampled], now: float) -> None:
-        """Take in the result of the oldest plan in flight: one Sampled for each of its samples, in their order."""
+    def complete(self, step: int, sampled: Iterable[Sampled], now: float, told: Iterable[tuple[object, ...]] = ()) -> None:
+        """Take in the result of the oldest plan in flight: one Sampled for each of its samples, in their order.
+
+        `told`: what became of each of its tellings.
+        """
         expected, rows = self._in_flight.popleft()
         assert step == expected, f"the result of step {step} came, {expected} was due"
         self._memory.now = now
         self._counters.acknowledged_steps += 1
-        results, append = iter(sampled), self._outputs.append
+        results, tellings, append = iter(sampled), iter(told), self._outputs.append
         for row in rows:
             row.sequence.in_flight -= 1
             for sequence in row.samples:
                 sequence.in_flight -= sequence is not row.sequence
             outcomes = [(sequence, next(results)) for sequence in row.samples]
             self._acknowledge(row)
+            if row.tells:
+                self._outputs.tell(row.sequence.request, next(tellings))
             for sequence, result in outcomes:
                 if result.failed:
                     self._distrust(sequence)

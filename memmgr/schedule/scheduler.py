@@ -48,9 +48,7 @@ class Scheduler:
         self._outputs: Final = Outputs(self._registry, self._queues, counters)
         self._searches: Final = Searches()
         self._results: Final = Results(memory, self._queues, self._outputs, self._searches, counters)
-        self._planner: Final = Planner(
-            limits.max_step_tokens, memory, swap, self._queues, self._searches, self._results, counters
-        )
+        self._planner: Final = Planner(limits, memory, swap, self._queues, self._searches, self._results, counters)
         self._arrivals = 0
 
     # -------------------------------------------------------------------------------------------------- reading
@@ -194,9 +192,12 @@ class Scheduler:
             self._outputs.conclude(request, now)
         return self._planner.plan()
 
-    def complete(self, step: int, sampled: Iterable[Sampled], now: float) -> None:
-        """Take in the result of the oldest plan in flight: one Sampled for each of its samples, in their order."""
-        self._results.complete(step, sampled, now)
+    def complete(self, step: int, sampled: Iterable[Sampled], now: float, told: Iterable[tuple[object, ...]] = ()) -> None:
+        """Take in the result of the oldest plan in flight: one Sampled for each of its samples, in their order.
+
+        `told`: what became of each of its tellings, of which most plans have none.
+        """
+        self._results.complete(step, sampled, now, told)
 
     # ------------------------------------------------------------------------------------------ tenants' quotas
 

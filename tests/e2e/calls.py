@@ -29,6 +29,7 @@ class Answer:
     text: str = ""
     arrivals: list[float] = field(default_factory=list)  # one a token, of time.monotonic()
     logprobs: list[api.TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[api.TokenLogprob] = field(default_factory=list)
     finish: api.FinishReason.ValueType = api.FINISH_REASON_UNSPECIFIED
     stop_match: str = ""
     usage: api.Usage = field(default_factory=api.Usage)
@@ -144,6 +145,8 @@ def _take(answer: Answer, response: api.GenerateResponse) -> None:
     answer.arrivals += [now] * len(response.token_ids)
     answer.text += response.text
     answer.logprobs += response.logprobs
+    assert not response.prompt_logprobs or not response.offset, "something of the prompt after the first token"
+    answer.prompt_logprobs += response.prompt_logprobs
     answer.finish = response.finish_reason
     answer.stop_match = response.stop_match
     answer.usage.CopyFrom(response.usage)

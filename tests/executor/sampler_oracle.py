@@ -1,6 +1,7 @@
 """The sampler once more: one row and token after the other, in Python integers and float64, without any of its tricks."""
 
 import math
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,33 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
     return c0, c1, c2, c3
+
+
+def changed(
+    logits: Sequence[float],
+    prompt: Collection[int],
+    outputs: Sequence[int],
+    *,
+    repetition: float = 1.0,
+    presence: float = 0.0,
+    frequency: float = 0.0,
+    bias: Mapping[int, float] | None = None,
+    min_tokens: int = 0,
+    unwanted: Collection[int] = (),
+) -> list[float]:
+    """Return what bias, penalties and ends that come too early make of one row."""
+    found = []
+    for token, logit in enumerate(logits):
+        logit += (bias or {}).get(token, 0.0)
+        if token in prompt or token in outputs:
+            logit = logit / repetition if logit > 0 else logit * repetition
+        logit -= frequency * outputs.count(token)
+        if token in outputs:
+            logit -= presence
+        if token in unwanted and len(outputs) < min_tokens:
+            logit = -math.inf
+        found.append(logit)
+    return found
 
 
 def kept(logits: Floats, draw: Draw) -> tuple[npt.NDArray[np.bool_], float]:

@@ -70,9 +70,17 @@ async def test_a_request_there_and_its_tokens_back(gateway: Running) -> None:
             request_id="mine",
             priority=-3,
             cache_salt="salt",
-            sampling={"temperature": 0.5, "top_k": 7, "seed": 42},
-            stopping={"max_tokens": 9, "stop_token_ids": [3]},
-            output={"logprobs": 2},
+            sampling={
+                "temperature": 0.5,
+                "top_k": 7,
+                "seed": 42,
+                "repetition_penalty": 1.5,
+                "presence_penalty": -2,
+                "frequency_penalty": 0.5,
+                "logit_bias": {7: -100, 2: 3.5, 4: 0},
+            },
+            stopping={"max_tokens": 9, "min_tokens": 4, "stop_token_ids": [3]},
+            output={"logprobs": 2, "prompt_logprobs": True},
         ),
         metadata=(("kilburn-tenant", "acme"),),
     )
@@ -80,8 +88,21 @@ async def test_a_request_there_and_its_tokens_back(gateway: Running) -> None:
     assert list(submit.prompt_ids) == gateway.encode("The capital")
     assert (submit.tenant, submit.request_id, submit.priority, submit.cache_salt) == ("acme", "mine", -3, "salt")
     assert submit.sampling == wire.SamplingParams(
-        temperature=0.5, top_p=1, top_k=7, min_p=0, seed=42, with_logprobs=True, top_logprobs=2
+        temperature=0.5,
+        top_p=1,
+        top_k=7,
+        min_p=0,
+        seed=42,
+        with_logprobs=True,
+        top_logprobs=2,
+        repetition_penalty=1.5,
+        presence_penalty=-2,
+        frequency_penalty=0.5,
+        logit_bias={2: 3.5, 7: -100},
+        min_tokens=4,
+        unwanted_ids=[0, 3],
     )
+    assert submit.prompt_logprobs
     assert (submit.max_tokens, list(submit.stop_token_ids), submit.deadline_unix_seconds) == (9, [0, 3], 0)
     ids = [*gateway.encode(" of France"), 0]
     logprobs = [api.TokenLogprob(token_id=token, logprob=-1, rank=1) for token in ids]
@@ -208,7 +229,8 @@ async def test_a_reader_that_stalls_gets_everything_in_few_messages(gateway: Run
         ({"sampling": {"temperature": float("nan")}}, "INVALID_ARGUMENT", "invalid-value", "temperature is nan"),
         ({"request_id": "é" * 1_000_000}, "INVALID_ARGUMENT", "invalid-value", "request_id"),
         ({"beam_width": 2, "sampling": {"seed": 1}}, "INVALID_ARGUMENT", "invalid-value", "sampling.seed has no meaning"),
-        ({"output": {"prompt_logprobs": True}}, "UNIMPLEMENTED", "not-built", "prompt_logprobs"),
+        ({"resume_seconds": 5}, "UNIMPLEMENTED", "not-built", "resume_seconds"),
+        ({"sampling": {"logit_bias": {VOCAB_SIZE: 1}}}, "INVALID_ARGUMENT", "unknown-token", "sampling.logit_bias"),
     ],
 )
 async def test_bad_input_has_one_clear_error(

@@ -116,10 +116,10 @@ def test_an_end_of_sequence_that_is_no_token_is_none(tmp_path: Path) -> None:
 
 
 def test_sampling_defaults_are_the_generation_config_s(tmp_path: Path) -> None:
-    generation = {"temperature": 0.5, "top_k": 40, "top_p": None, "repetition_penalty": 1.1, "num_beams": 1, "min_length": 0}
+    generation = {"temperature": 0.5, "top_k": 40, "top_p": None, "repetition_penalty": 1.1, "num_beams": 1, "min_length": 3}
     model = load(write_model(tmp_path, generation=generation))
-    assert model.defaults == SamplingDefaults(temperature=0.5, top_k=40)
-    assert model.not_applied == ("repetition_penalty",)
+    assert model.defaults == SamplingDefaults(temperature=0.5, top_k=40, repetition_penalty=1.1)
+    assert model.not_applied == ("min_length",)
 
 
 def test_a_vocabulary_size_of_a_nested_config(tmp_path: Path) -> None:

@@ -300,3 +300,24 @@ def test_each_index_has_one_finish_and_the_last_message_the_usage() -> None:
 
 def test_the_limits_leave_room_below_grpc_s() -> None:
     assert 4 * streams._MAX_MESSAGE_CHARACTERS + 300 * streams._MAX_MESSAGE_TOKENS < MAX_GRPC_MESSAGE_BYTES // 2
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("count", [1, 2048, 5000])
+def test_what_is_told_of_a_prompt_comes_first_and_in_several_messages_where_it_is_long(count: int, n: int) -> None:
+    stream = stream_of(n=n)
+    stream.begin(count + 1, "an echo")
+    told = [api.TokenLogprob(token_id=number, logprob=-number, rank=1) for number in range(count)]
+    for start in range(0, count, 128):
+        assert stream.feed(wire.SequenceTokens(handle=1, prompt_logprobs=told[start : start + 128])) is None
+    assert ready(stream) == []  # it goes with the first token
+    for index in reversed(range(n)):
+        stream.feed(tokens(ids_of("kiln"), index=index, finish_reason=api.FINISH_REASON_LENGTH))
+    stream.end(wire.RequestEnd(handle=1))
+    found = ready(stream)
+    assert [one for response in found if response.index == 0 for one in response.prompt_logprobs] == told
+    assert all(response.index == 0 and not response.offset for response in found if response.prompt_logprobs)
+    first = next(response for response in found if response.index == 0)
+    assert (first.text, len(first.prompt_logprobs)) == ("an echo", min(count, 2048))
+    assert text_of([response for response in found if response.index == 0]) == "an echokiln"
+    assert [response.finish_reason for response in found if response.finish_reason] == [api.FINISH_REASON_LENGTH] * n

@@ -278,3 +278,30 @@ def test_long_stops_that_almost_match_cost_little() -> None:
         matcher.push("aaa")
     assert time.perf_counter() - began < 2
     assert len(matcher.flush()) == 255
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.text("ab", max_size=3), max_size=8),
+    st.integers(0, 8),
+    st.booleans(),
+)
+def test_only_a_stop_that_ends_in_a_piece_that_counts_is_found(
+    stops: list[str], texts: list[str], first: int, include: bool
+) -> None:
+    matcher, sent, found = StopMatcher(stops, include), "", ""
+    for number, text in enumerate(texts):
+        piece, found = matcher.push(text, counts=number >= first)
+        sent += piece
+        if found:
+            break
+    whole, skipped = "".join(texts), len("".join(texts[:first]))
+    ends = [
+        (end, stop) for end in range(skipped + 1, len(whole) + 1) for stop in sorted(stops, key=len) if whole[:end].endswith(stop)
+    ]
+    if not ends:
+        assert (sent + matcher.flush(), found) == (whole, "")
+        return
+    end = ends[0][0]
+    assert found == max((stop for at, stop in ends if at == end), key=len)
+    assert sent == whole[: end if include else end - len(found)]

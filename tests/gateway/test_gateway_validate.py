@@ -49,6 +49,13 @@ def refused(**fields: Any) -> CallError:
         ({"sampling": {"presence_penalty": 3}}, "sampling.presence_penalty", "is 3"),
         ({"sampling": {"frequency_penalty": math.nan}}, "sampling.frequency_penalty", "is nan"),
         ({"sampling": {"logit_bias": {5: 101.0}}}, "sampling.logit_bias[5]", "is 101"),
+        ({"sampling": {"logit_bias": {5: math.nan}}}, "sampling.logit_bias[5]", "is nan"),
+        ({"stopping": {"min_tokens": 5, "max_tokens": 4}}, "stopping.min_tokens", "is 5"),
+        ({"stopping": {"min_tokens": 64}}, "stopping.min_tokens", "is 64"),
+        ({"beam_width": 2, "sampling": {"repetition_penalty": 1.1}}, "sampling.repetition_penalty", "beam_width"),
+        ({"beam_width": 2, "sampling": {"presence_penalty": 1}}, "sampling.presence_penalty", "beam_width"),
+        ({"beam_width": 2, "sampling": {"frequency_penalty": 1}}, "sampling.frequency_penalty", "beam_width"),
+        ({"beam_width": 2, "sampling": {"logit_bias": {5: 1}}}, "sampling.logit_bias", "beam_width"),
         ({"stopping": {"stop": ["x"] * 10_000}}, "stopping.stop", "10000 strings"),
         ({"stopping": {"stop": [""]}}, "stopping.stop", "empty string"),
         ({"stopping": {"stop": ["x" * 257]}}, "stopping.stop", "257 characters"),
@@ -79,23 +86,45 @@ def test_a_wrong_value_is_named(fields: dict[str, Any], field: str, words: str) 
     assert error.message.isascii()
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"resume_seconds": 1}, "resume_seconds"),
-        ({"sampling": {"repetition_penalty": 1.5}}, "sampling.repetition_penalty"),
-        ({"sampling": {"presence_penalty": 2}}, "sampling.presence_penalty"),
-        ({"sampling": {"frequency_penalty": -2}}, "sampling.frequency_penalty"),
-        ({"sampling": {"logit_bias": {5: 1.0}}}, "sampling.logit_bias"),
-        ({"stopping": {"min_tokens": 1}}, "stopping.min_tokens"),
-        ({"output": {"prompt_logprobs": True}}, "output.prompt_logprobs"),
-    ],
-)
-def test_what_is_not_built_is_said_at_once(fields: dict[str, Any], field: str) -> None:
-    error = refused(**fields)
+def test_what_is_not_built_is_said_at_once() -> None:
+    error = refused(resume_seconds=1)
     assert error.code is Code.NOT_BUILT
-    assert error.field == field
-    assert field in error.message
+    assert error.field == "resume_seconds"
+    assert "resume_seconds" in error.message
+
+
+def test_penalties_bias_and_the_least_number_of_tokens_are_taken() -> None:
+    biases = {token: 1 - token / 50 for token in range(100)}
+    fields = {"repetition_penalty": 1e-30, "presence_penalty": 2, "frequency_penalty": -2, "logit_bias": biases}
+    checked = check(sampling=fields, stopping={"min_tokens": 63}, output={"prompt_logprobs": True})
+    sampling = checked.sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (2, -2)
+    assert sampling.repetition_penalty == pytest.approx(1e-30)
+    assert dict(sampling.logit_bias) == pytest.approx({token: bias for token, bias in biases.items() if bias})
+    assert (checked.stopping.min_tokens, checked.prompt_logprobs) == (63, True)
+
+
+def test_a_bias_of_too_many_tokens_is_refused_and_of_as_many_as_there_may_be_taken() -> None:
+    limits = ModelLimits(64, 5000, (2,), SamplingDefaults())
+    assert len(check(limits, sampling={"logit_bias": dict.fromkeys(range(1024), 1)}).sampling.logit_bias) == 1024
+    with pytest.raises(CallError) as caught:
+        check(limits, sampling={"logit_bias": dict.fromkeys(range(1025), 0)})
+    assert (caught.value.code, caught.value.field) == (Code.INVALID_VALUE, "sampling.logit_bias")
+
+
+def test_the_model_s_own_repetition_penalty_is_for_samples_and_not_for_beams() -> None:
+    limits = ModelLimits(64, 100, (2,), SamplingDefaults(repetition_penalty=1.25))
+    assert check(limits).sampling.repetition_penalty == 1.25
+    assert check(limits, sampling={"repetition_penalty": 1}).sampling.repetition_penalty == 1
+    assert check(limits, beam_width=2).sampling.repetition_penalty == 1
+
+
+def test_tokens_that_all_end_leave_none_for_a_least_number() -> None:
+    limits = ModelLimits(64, 3, (2,), SamplingDefaults())
+    check(limits, stopping={"min_tokens": 1, "stop_token_ids": [0]})
+    with pytest.raises(CallError) as caught:
+        check(limits, stopping={"min_tokens": 1, "stop_token_ids": [0, 1]})
+    assert caught.value.field == "stopping.min_tokens"
 
 
 def test_nonsense_is_never_called_not_built_yet() -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from kernels.cpu import library
 from kernels.cpu.backend import CpuBackend
-from kernels.cpu.operations import FEW_ROWS, Operations, PackedWeight, pack
+from kernels.cpu.operations import FEW_ROWS, Draw, Operations, PackedWeight, pack
 from kernels.interface import CacheShape, KvCache, LayerShape, StepRows
 from tests.kernels.backends import need_cpu_library
 
@@ -447,6 +447,29 @@ def test_heads_and_angles_that_do_not_fit_are_refused() -> None:
     assert here.cache.frames.isnan().all()
 
 
+# ---------------------------------------------------------------------------------------------------------------- draw
+
+
+def drawn(**fields: Any) -> Draw:
+    given: dict[str, Any] = {"row": 0, "peak": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 1}
+    return Draw(**{**given, "position": 0, "index": 0, **fields})
+
+
+@pytest.mark.parametrize("size", [1, 3, 15, 16, 17, 1000])
+def test_a_draw_reads_and_writes_its_rows_alone(operations: Operations, size: int) -> None:
+    """Rows lie apart, with NaN between and behind them; the likeliest token has all of the mass."""
+    room = torch.full((5, size + 7), math.nan)
+    rows = room[:, :size]
+    rows[:] = -50.0
+    for row in range(5):
+        rows[row, (row * 7) % size] = 50.0
+    before = room.clone()
+    wanted = [drawn(row=row, peak=50.0, top_p=0.9, top_k=row, seed=2**64 - 1) for row in (4, 0, 3)]
+    assert operations.draw(rows, wanted).tolist() == [(row * 7) % size for row in (4, 0, 3)]
+    assert torch.equal(room.nan_to_num(7.0), before.nan_to_num(7.0))
+    assert operations.draw(rows, []).tolist() == []
+
+
 # ------------------------------------------------------------------------------------------------------- what is refused
 
 
@@ -469,6 +492,13 @@ def test_heads_and_angles_that_do_not_fit_are_refused() -> None:
         (lambda o: o.silu_mul(torch.ones(2, 7)), ValueError, "rows of 7 are no gate and up"),
         (lambda o: o.peaks(torch.ones(2, 0)), ValueError, "rows of nothing"),
         (lambda o: o.peaks(torch.ones(2, 7, dtype=torch.bfloat16)), TypeError, "bfloat16 beside"),
+        (lambda o: o.draw(torch.ones(2, 7, dtype=torch.bfloat16), []), TypeError, "bfloat16 beside"),
+        (lambda o: o.draw(torch.ones(2, 0), []), ValueError, "rows of nothing"),
+        (lambda o: o.draw(torch.ones(2, 7), [drawn(row=2)]), ValueError, "can't be drawn from 2 rows"),
+        (lambda o: o.draw(torch.ones(2, 7), [drawn(row=-1)]), ValueError, "can't be drawn"),
+        (lambda o: o.draw(torch.ones(2, 7), [drawn(temperature=0.0)]), ValueError, "can't be drawn"),
+        (lambda o: o.draw(torch.ones(2, 7), [drawn(top_p=0.0)]), ValueError, "can't be drawn"),
+        (lambda o: o.draw(torch.ones(2, 7), [drawn(peak=math.nan)]), ValueError, "can't be drawn"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(call: Callable[[Operations], object], error: type[Exception], reason: str) -> None:

@@ -27,6 +27,7 @@ from memmgr.schedule.plans import (
     NewToken,
     Plan,
     PlannedChunk,
+    PromptTold,
     RequestEnd,
     RequestKey,
     Sampled,
@@ -123,6 +124,7 @@ class _Open:
     table: list[int] = field(default_factory=list)
     length: int = 0
     last: int | None = None  # sampled last
+    history: list[int] | None = None  # its outputs, where they are counted
 
 
 class Executor:
@@ -138,6 +140,7 @@ class Executor:
         self.slots: dict[int, _Open] = {}
         self.step = 0
         self.computed = 0
+        self.histories: list[tuple[int, ...]] = []  # all outputs of a sequence, each time that one is counted
 
     def do(self, plan: Plan) -> list[Sampled]:
         """Do one plan; return its samples."""
@@ -151,6 +154,11 @@ class Executor:
             assert sampling is not None
             assert slot < self.max_slots
             self.slots[slot] = _Open(index)
+        opened_now = {slot for slot, _, _ in plan.opens}
+        for slot, _, outputs in plan.histories:
+            assert slot in opened_now
+            assert self.slots[slot].history is None
+            self.slots[slot].history = list(outputs)
         assert len({chunk.slot for chunk in plan.chunks}) == len(plan.chunks)
         assert sum(chunk.count for chunk in plan.chunks) <= self.max_step_tokens
         for chunk in plan.chunks:
@@ -168,6 +176,10 @@ class Executor:
                 continue
             drawn.append(sample(digest, row.position, self.vocabulary, opened.index))
             opened.last = drawn[-1].token
+            if opened.history is not None:
+                assert len(opened.history) == row.position, "the executor has counted other tokens than there are"
+                opened.history.append(opened.last)
+                self.histories.append(tuple(opened.history))
         return drawn
 
     def _blocks(self, plan: Plan) -> None:
@@ -243,6 +255,7 @@ class Client:
     outputs: dict[int, list[int]] = field(default_factory=dict)  # by index
     sequence_ends: dict[int, SequenceEnd] = field(default_factory=dict)
     end: RequestEnd | None = None
+    told: list[object] = field(default_factory=list)  # of its prompt
 
     @property
     def tokens(self) -> list[int]:
@@ -271,11 +284,12 @@ class World:
         prefix_cache: bool = True,
         records: list[Record] | None = None,
         host_blocks: int = 0,
+        max_prompt_rows: int = 128,
         new_memory: Callable[..., SwappingMemory] = SwappingMemory,
     ) -> None:
         self.vocabulary = vocabulary
         self.records = records
-        self.limits = Limits(max_running, max_waiting, max_step_tokens, context_length or blocks * block_size)
+        self.limits = Limits(max_running, max_waiting, max_step_tokens, context_length or blocks * block_size, max_prompt_rows)
         self.memory = new_memory(
             blocks,
             block_size,
@@ -307,6 +321,8 @@ class World:
         samples: int = 1,
         beam_width: int = 0,
         length_penalty: float = 1.0,
+        prompt_alternatives: int | None = None,
+        counts_tokens: bool = False,
     ) -> RequestKey:
         """Submit a request; its key."""
         key = (1, len(self.clients) + 1)
@@ -324,6 +340,9 @@ class World:
             samples=samples,
             beam_width=beam_width,
             length_penalty=length_penalty,
+            prompt_alternatives=prompt_alternatives,
+            counts_tokens=counts_tokens,
+            prompt_seen=b"seen" if counts_tokens else b"",
         )
         quotas = self.memory.quotas
         kept = self.memory.pool.pinned + quotas.guaranteed - quotas.floor(tenant)
@@ -349,7 +368,8 @@ class World:
         if not self.in_flight:
             return False
         plan = self.in_flight.popleft()
-        self.scheduler.complete(plan.step, self.executor.do(plan), self.now)
+        told = [tuple(telling.targets) for telling in plan.tellings]
+        self.scheduler.complete(plan.step, self.executor.do(plan), self.now, told)
         self.listen()
         return True
 
@@ -379,6 +399,9 @@ class World:
                 outputs = client.outputs.setdefault(event.index, [])
                 assert event.offset == len(outputs)
                 outputs.append(event.token)
+            elif isinstance(event, PromptTold):
+                assert not client.outputs
+                client.told += event.logprobs
             elif isinstance(event, SequenceEnd):
                 assert event.index not in client.sequence_ends
                 client.sequence_ends[event.index] = event

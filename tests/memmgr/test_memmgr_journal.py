@@ -43,7 +43,7 @@ KINDS: list[dict[str, Any]] = [{}, {}, {"samples": 2}, {"beam_width": 2}]
 #: Methods that change nothing, and so are not in a journal.
 READING: dict[type, set[str]] = {
     Memory: {"tables", "blocks_for", "plan_match", "plan_admission", "plan_evictions", "plan_growth", "check_invariants"}
-    | {"blocks_charged", "blocks_to_grow"},
+    | {"blocks_charged", "blocks_to_grow", "plan_whole_admission"},
     SwappingMemory: {"swapped", "plan_swap_out", "plan_swap_in", "blocks_charged_back"},
     Pins: {"pinnable", "new_blocks", "check_invariants"},
 }

@@ -13,15 +13,27 @@ from kilburn.limits import MAX_BLOCK_SIZE, MAX_NAME_CHARACTERS, MAX_STOP_TOKEN_I
 from kilburn.v1 import engine_pb2 as engine
 from kilburn.v1 import inference_pb2 as inference
 from memmgr.core.table import StepMemory
-from memmgr.messages import MAX_BLOCKS, MessageError, check_hello, read_result, read_submit, step_plan, token_batches
+from memmgr.messages import (
+    MAX_BLOCKS,
+    MessageError,
+    check_hello,
+    read_result,
+    read_submit,
+    read_told,
+    step_plan,
+    token_batches,
+)
 from memmgr.schedule.beams import Choice
 from memmgr.schedule.plans import (
     EndCode,
+    Event,
     FinishReason,
     NewToken,
     Plan,
     PlannedChunk,
     PlannedSample,
+    PlannedTelling,
+    PromptTold,
     RequestEnd,
     Sampled,
     SequenceEnd,
@@ -70,6 +82,14 @@ def test_a_submit_is_read() -> None:
         ({"sampling": sampling(top_p=0.0)}, "top_p"),
         ({"sampling": sampling(top_p=1.5)}, "top_p"),
         ({"sampling": sampling(top_p=float("nan"))}, "top_p"),
+        ({"sampling": sampling(repetition_penalty=-1.0)}, "penalty"),
+        ({"sampling": sampling(presence_penalty=float("nan"))}, "penalty"),
+        ({"sampling": sampling(frequency_penalty=float("inf"))}, "penalty"),
+        ({"sampling": sampling(logit_bias={1: float("nan")})}, "bias"),
+        ({"sampling": sampling(logit_bias={VOCABULARY: 1.0})}, "outside the vocabulary"),
+        ({"sampling": sampling(logit_bias=dict.fromkeys(range(1025), 1.0))}, "too many"),
+        ({"sampling": sampling(unwanted_ids=[VOCABULARY])}, "outside the vocabulary"),
+        ({"sampling": sampling(unwanted_ids=[1] * (MAX_STOP_TOKEN_IDS + 1))}, "too many"),
         ({"sampling": sampling(min_p=-0.5)}, "min_p"),
         ({"sampling": sampling(min_p=1.5)}, "min_p"),
         ({"sampling": sampling(min_p=float("nan"))}, "min_p"),
@@ -235,6 +255,61 @@ def test_a_plan_says_all_of_it() -> None:
         samples=[engine.SampleRow(chunk=0, slot=7, position=0), engine.SampleRow(chunk=1, slot=1, position=4)],
         freed_blocks=[4, 5],
     )
+
+
+def test_a_submit_with_penalties_keeps_which_tokens_its_prompt_has() -> None:
+    plain = read_submit(submit(1), 11, VOCABULARY, FOREVER)
+    assert (plain.counts_tokens, plain.prompt_seen, plain.prompt_alternatives) == (False, b"", None)
+    ids = {"prompt_ids": [9, 0, 2, 9]}
+    repeated = read_submit(submit(1, sampling=sampling(repetition_penalty=1.5), **ids), 11, VOCABULARY, FOREVER)
+    assert (repeated.counts_tokens, repeated.prompt_seen) == (True, bytes([0b101, 0b10]))
+    for penalty in ("presence_penalty", "frequency_penalty"):
+        counted = read_submit(submit(1, sampling=sampling(**{penalty: -1.0}), **ids), 11, VOCABULARY, FOREVER)
+        assert (counted.counts_tokens, counted.prompt_seen) == (True, b"")
+    told = read_submit(submit(1, sampling=sampling(top_logprobs=3), prompt_logprobs=True), 11, VOCABULARY, FOREVER)
+    assert told.prompt_alternatives == 3
+
+
+def test_histories_and_what_is_to_be_told_of_prompts_are_planned() -> None:
+    plan = Plan(
+        step=1,
+        memory=StepMemory((), ()),
+        closes=(),
+        opens=((3, sampling(), 0),),
+        chunks=(PlannedChunk(3, 4, 2, array("I", [5, 6]), (), ()),),
+        samples=(),
+        histories=((3, b"\x05", array("I", [9, 2, 9, 7])), (4, b"", array("I"))),
+        tellings=(PlannedTelling(0, 1, array("I", [8]), 2),),
+    )
+    message = step_plan(plan)
+    assert list(message.histories) == [
+        engine.History(slot=3, prompt_seen=b"\x05", output_gaps=[2, 5, 2], output_counts=[1, 1, 2]),
+        engine.History(slot=4),
+    ]
+    assert list(message.prompt_rows) == [engine.PromptRows(chunk=0, first=1, targets=[8], top_logprobs=2)]
+
+
+def test_what_is_told_of_prompts_is_what_was_asked_for() -> None:
+    tellings = (PlannedTelling(0, 0, array("I", [8, 9]), 1),)
+    good = [inference.TokenLogprob(token_id=token, top=[inference.Alternative(token_id=1)]) for token in (8, 9)]
+
+    def told(*prompts: list[inference.TokenLogprob]) -> list[tuple[object, ...]]:
+        parts = [engine.PromptLogprobs(logprobs=prompt) for prompt in prompts]
+        return read_told(engine.StepResult(step=1, prompts=parts), tellings, VOCABULARY)
+
+    assert told(good) == [tuple(good)]
+    outside = [good[0], inference.TokenLogprob(token_id=9, top=[inference.Alternative(token_id=VOCABULARY)])]
+    for bad in ([], [good, good], [good[:1]], [good[::-1]], [outside]):
+        with pytest.raises(MessageError):
+            told(*bad)
+
+
+def test_what_is_told_of_a_prompt_comes_before_its_sequence() -> None:
+    told = [inference.TokenLogprob(token_id=token) for token in (8, 9)]
+    events: list[Event] = [PromptTold((5, 1), tuple(told)), NewToken((5, 1), 0, 0, 7, None)]
+    (batch,) = token_batches(events).values()
+    assert [list(part.prompt_logprobs) for part in batch.sequences] == [told, []]
+    assert [list(part.token_ids) for part in batch.sequences] == [[], [7]]
 
 
 def test_one_batch_for_each_gateway() -> None:

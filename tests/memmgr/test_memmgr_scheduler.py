@@ -19,7 +19,7 @@ from memmgr.schedule.plans import (
     SequenceEnd,
     Submission,
 )
-from memmgr.schedule.requests import State
+from memmgr.schedule.requests import Request, State
 from tests.memmgr.memmgr_world import World
 
 
@@ -960,3 +960,111 @@ def test_events_come_in_order_and_once() -> None:
     world.scheduler.complete(1, [Sampled(5, logprob="how likely")], 0.0)
     assert world.scheduler.take_events() == [NewToken((1, 1), 0, 0, 5, "how likely")]
     assert world.scheduler.take_events() == []
+
+
+# ------------------------------------------------------------------------------ what is told of prompts, and histories
+
+
+def told_rows(plan: Plan | None) -> list[tuple[int, int, list[int]]]:
+    """Return (chunk, first row, targets) of a plan's tellings."""
+    assert plan is not None
+    return [(telling.chunk, telling.first, list(telling.targets)) for telling in plan.tellings]
+
+
+def test_a_prompt_is_told_of_chunk_by_chunk_but_for_its_first_token() -> None:
+    world = World(block_size=4, max_step_tokens=8)
+    key = world.submit(range(10, 30), 2, prompt_alternatives=0)
+    assert told_rows(world.plan()) == [(0, 0, [*range(11, 19)])]
+    assert told_rows(world.plan()) == [(0, 0, [*range(19, 27)])]
+    world.complete()
+    assert told_rows(world.plan()) == [(0, 0, [27, 28, 29])]
+    world.run()
+    assert world.clients[key].told == [*range(11, 30)]
+    world.check_answer(key)
+
+
+def test_a_prompt_of_one_token_has_nothing_to_tell_of() -> None:
+    world = World()
+    key = world.submit([5], 2, prompt_alternatives=0)
+    assert told_rows(world.plan()) == []
+    world.run()
+    assert world.clients[key].told == []
+    world.check_answer(key)
+
+
+def test_a_prompt_that_is_told_of_is_computed_whole_and_leads_and_follows_nobody() -> None:
+    world = World(block_size=4, max_step_tokens=64)
+    prompt = [*range(20)]
+    world.submit(prompt, 1)
+    world.run()
+    told = world.submit(prompt, 1, prompt_alternatives=0)
+    assert rows(world.plan()) == [(0, 0, 20)]
+    world.run()
+    plain = world.submit(prompt, 1)
+    assert rows(world.plan()) == [(0, 19, 1)]
+    world.run()
+    assert world.clients[told].told == prompt[1:]
+    for key, cached in (told, 0), (plain, 19):
+        end = world.clients[key].end
+        assert end is not None
+        assert end.cached_tokens == cached
+        world.check_answer(key)
+
+
+def test_a_step_tells_of_so_many_prompt_tokens_and_no_more() -> None:
+    world = World(block_size=4, blocks=200, max_step_tokens=300)
+    first, second = (world.submit(range(start, start + 150), 1, prompt_alternatives=0) for start in (0, 200))
+    other = world.submit(range(500, 600), 1)
+    plan = world.step()
+    assert rows(plan) == [(0, 0, 128), (2, 0, 100)]
+    assert rows(world.step()) == [(0, 128, 22), (1, 0, 106)]
+    assert rows(world.step()) == [(1, 106, 44)]
+    world.run()
+    assert world.clients[first].told == [*range(1, 150)]
+    assert world.clients[second].told == [*range(201, 350)]
+    for key in (first, second, other):
+        world.check_answer(key)
+
+
+def test_what_was_told_of_a_prompt_before_a_preemption_is_not_told_again() -> None:
+    world = World(block_size=4, blocks=14, max_step_tokens=8, max_prompt_rows=4)
+    told = world.submit(range(40), 2, priority=1, prompt_alternatives=0)
+    world.step()
+    world.step()
+    assert world.clients[told].told == [*range(1, 9)]
+    urgent = [world.submit(range(100 * number, 100 * number + 6), 20) for number in (1, 2)]
+    world.run()
+    end = world.clients[told].end
+    assert end is not None
+    assert end.preemptions > 0
+    assert world.clients[told].told == [*range(1, 40)]
+    for key in (told, *urgent):
+        world.check_answer(key)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_sequence_that_comes_back_brings_all_its_outputs(samples: int) -> None:
+    """The executor of the tests insists that it has counted as many outputs as there are, whenever it samples one."""
+    world = World(block_size=4, blocks=16, max_step_tokens=16)
+    keys = [
+        world.submit(range(9 * number, 9 * number + 9), 14, samples=samples, priority=number, counts_tokens=True)
+        for number in range(3 if samples > 1 else 5)
+    ]
+    world.run()
+    assert world.scheduler.counters.preemptions > 0
+    for key in keys:
+        world.check_answer(key)
+        for outputs in world.clients[key].outputs.values():
+            assert tuple(outputs) in world.executor.histories
+
+
+def test_histories_that_a_plan_has_no_room_for_begin_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(block_size=4, blocks=100)
+    long = [world.submit(range(10), 3, counts_tokens=True, salt=str(number)) for number in range(4)]
+    plain = world.submit(range(50, 55), 3)  # it is small, and passes
+    monkeypatch.setattr(Request, "history_size", property(lambda request: 600_000 * request.submission.counts_tokens))
+    opened = [len(plan.opens) for _ in range(5) if (plan := world.step()) is not None]
+    assert opened == [2, 1, 1, 1, 0]
+    world.run()
+    for key in (*long, plain):
+        world.check_answer(key)

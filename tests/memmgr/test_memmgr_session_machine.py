@@ -29,7 +29,7 @@ from memmgr.core.blocks import BlockState
 from memmgr.core.lineage import root_hash
 from memmgr.core.swap import SwappingMemory
 from memmgr.messages import MessageError, read_submit
-from memmgr.schedule.plans import EndCode, FinishReason, Limits, NewToken, RequestEnd, SequenceEnd, Submission
+from memmgr.schedule.plans import EndCode, FinishReason, Limits, NewToken, PromptTold, RequestEnd, SequenceEnd, Submission
 from memmgr.session import NotCachedError, PinRefusedError, Session, Totals
 from tests.memmgr.memmgr_messages import hello, submit, totals
 from tests.memmgr.memmgr_naive import VOCABULARY, NaiveExecutor, answer
@@ -419,6 +419,7 @@ class SessionMachine(RuleBasedStateMachine):
                 client.end = event
                 assert (event.code is EndCode.OK) == (len(client.ends) == client.message.samples)
                 continue
+            assert not isinstance(event, PromptTold), "nobody asked to be told of a prompt"
             assert event.index not in client.ends
             outputs = client.outputs.setdefault(event.index, [])
             if isinstance(event, NewToken):

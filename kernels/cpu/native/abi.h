@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-constexpr int32_t kAbi = 3;
+constexpr int32_t kAbi = 4;
 
 // The dtype of a pool, and of all that is read from it, written to it or computed with it.
 enum Element : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
@@ -152,6 +152,33 @@ struct PeaksCall {
   int32_t threads;
 };
 
+// How one row of logits is sampled; see native/drawing.h.
+struct DrawRow {
+  int64_t row;  // of the input
+  double top_p;
+  float peak;         // the row's largest logit, finite
+  float temperature;  // above 0
+  float least;        // logits less the peak, over the temperature, that are lower take no part: min-p
+  int32_t top_k;      // 0: off
+  uint32_t seed_low;
+  uint32_t seed_high;
+  uint32_t position;
+  uint32_t index;
+};
+
+// A token for each of some rows, none of which holds NaN.
+struct DrawCall {
+  const char* input;  // [any, size] float32
+  const DrawRow* rows;  // [count]
+  int64_t* tokens;      // [count]
+  char* workspace;      // kilburn_draw_workspace(call) bytes for each thread, aligned to 64
+  int64_t workspace_bytes;
+  int64_t input_stride;
+  int32_t count;
+  int32_t size;  // at least 1
+  int32_t threads;
+};
+
 // One of the operations of a program, which are done in order: each reads what those before it wrote.
 enum Kind : int32_t { kLinear = 0, kNorm = 1, kGate = 2, kRotate = 3, kAttend = 4 };
 
@@ -172,4 +199,5 @@ struct Kernels {
   void (*silu_mul)(const GateCall&, int thread, int threads);
   void (*rotate_write)(const RotateCall&, int thread, int threads);
   void (*peaks)(const PeaksCall&, int thread, int threads);
+  void (*draw)(const DrawCall&, int thread, int threads);
 };

@@ -1,5 +1,6 @@
 // The kernels for one instruction set: compiled once for each, with -DKILBURN_ISA=its name and the compiler flags that go with it.
 #include "attention.h"
+#include "drawing.h"
 #include "linear.h"
 #include "operations.h"
 #include "rotary.h"
@@ -63,7 +64,7 @@ void rotate_write_any(const RotateCall& call, int thread, int threads) {
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    workspace_any, attend_any, merge_any, write_any, linear_any, rms_norm_any, silu_mul_any, rotate_write_any, peaks,
+    workspace_any, attend_any, merge_any, write_any, linear_any, rms_norm_any, silu_mul_any, rotate_write_any, peaks, draw,
 };
 
 }  // namespace KILBURN_ISA

@@ -22,6 +22,9 @@ namespace KILBURN_ISA {
 constexpr int kSubTile = 16;
 constexpr int kStepElements = 32;
 
+// What one thread needs for a row of a DrawCall: four arrays of as many float32 as it has elements, each of whole vectors.
+inline int64_t draw_room_bytes(int size) { return 4 * ((static_cast<int64_t>(size) + 15) / 16 * 64); }
+
 struct Layout {
   int element_bytes;
   int width;           // tokens of one record
