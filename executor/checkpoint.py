@@ -49,7 +49,8 @@ def check_weights(folder: Path) -> None:
     if not index.is_file():
         if (folder / "adapter_config.json").is_file():
             raise StartError(f"{folder} is an adapter; merge it into its base model first")
-        raise StartError(f"{folder} has no weights: neither {_SINGLE} nor {_INDEX}")
+        others = "; a GGUF file is not loaded" if any(folder.glob("*.gguf")) else ""
+        raise StartError(f"{folder} has no weights: neither {_SINGLE} nor {_INDEX}{others}")
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise StartError(f"{index} has no weight_map of tensor names to files")

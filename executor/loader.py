@@ -14,6 +14,7 @@ from executor.checkpoint import check_weights, name_some, read_config
 from executor.families import Context
 from executor.forward import Forward, GeneralForward
 from executor.fused import FusedForward, FusedWeights, pack_all
+from executor.packed import exchange
 from executor.progress import Progress
 from executor.recipe import NoRecipeError, read
 from kernels.cpu.backend import CpuBackend
@@ -93,6 +94,8 @@ def load(
     fused, why_general = _fuse(model, backend, context.tokens, forward)
     if fused is not None:
         _check_fused(fused, trial, backend, block_size)
+    elif isinstance(backend, CpuBackend):
+        why_general += _pack(model, trial, backend, block_size)
     return LoadedModel(
         model=model if fused is None else None,
         fused=fused,
@@ -137,6 +140,24 @@ def _check_fused(fused: FusedWeights, trial: probe.Trial, backend: AttentionBack
         )
     except StartError as error:
         raise StartError(f"the fast path does not give this model's numbers; give --forward general ({error})") from error
+
+
+def _pack(model: "PreTrainedModel", trial: probe.Trial, backend: CpuBackend, block_size: int) -> str:
+    """Let the general path's products be of packed weights; return what is to be said of it, where the model can't have them."""
+    exchanged = exchange(model, backend.instructions)
+    if not len(exchanged):
+        return ""
+    try:
+        probe.check(
+            trial,
+            backend,
+            block_size,
+            lambda cache: GeneralForward(model, backend, cache, trial.seen.rules, at_layer=lambda _: None),
+        )
+    except StartError as error:
+        exchanged.undo()
+        return f"; its products are torch's, as with packed weights it fails: {error}"
+    return ""
 
 
 def _config(folder: Path) -> "PreTrainedConfig":

@@ -38,8 +38,12 @@ def find_model(name: str) -> Path | None:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise StartError(f"{path} is no model folder: it has no config.json")
+            what = "it holds a GGUF file, and Kilburn loads safetensors" if any(path.glob("*.gguf")) else "it has no config.json"
+            raise StartError(f"{path} is no model folder: {what}")
         return path
+    if path.is_file():
+        what = "a GGUF file, and Kilburn loads safetensors from a folder" if path.suffix == ".gguf" else "a file, and no folder"
+        raise StartError(f"--model {name}: this is {what}")
     if name == DEFAULT_MODEL:
         folder = default_model_dir()
         return folder if (folder / COMPLETE_MARK).is_file() else None

@@ -13,9 +13,18 @@ VOCAB = 97
 
 
 def save_tiny(
-    folder: Path, family: str = "Llama", options: Mapping[str, object] | None = None, *, dtype: torch.dtype = torch.float32
+    folder: Path,
+    family: str = "Llama",
+    options: Mapping[str, object] | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    vectors: float = 0.0,
+    seed: int = 0,
 ) -> Path:
-    """Save a random model of a family whose weights are large enough that attention matters, and return its folder."""
+    """Save a random model of a family whose weights are large enough that attention matters, and return its folder.
+
+    `vectors` is by how much biases, sinks and the weights of norms deviate from what transformers begins with: mostly 0 or 1.
+    """
     import transformers
 
     sizes: dict[str, object] = {
@@ -31,11 +40,13 @@ def save_tiny(
         "pad_token_id": None,
     }
     config = getattr(transformers, f"{family}Config")(**{**sizes, **(options or {})})
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(0, 0.3)
+        elif vectors:
+            parameter.data.add_(torch.randn_like(parameter), alpha=vectors)
     model.save_pretrained(folder)
     return folder
 

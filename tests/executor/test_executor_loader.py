@@ -204,6 +204,11 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ),
     ("no weights", without_weights, "has no weights: neither model.safetensors nor"),
     (
+        "no weights but a GGUF file",
+        lambda f: (without_weights(f), (f / "model.Q4_1.gguf").write_bytes(b"GGUF")),
+        r"has no weights: neither .*; a GGUF file is not loaded",
+    ),
+    (
         "the index is missing",
         lambda f: (f / "model.safetensors.index.json").unlink(),
         r"neither model\.safetensors nor model\.safetensors\.index\.json",
@@ -230,6 +235,15 @@ def test_one_file_that_is_cut_short(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     cut(tmp_path / "model.safetensors")
     with pytest.raises(StartError, match=r"model\.safetensors is damaged"):
+        load_here(tmp_path)
+
+
+def test_one_file_that_lacks_a_tensor(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "GPT2", {"num_key_value_heads": 4})
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["transformer.h.1.attn.c_attn.bias"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StartError, match=r"lacks the tensor transformer\.h\.1\.attn\.c_attn\.bias"):
         load_here(tmp_path)
 
 
@@ -274,13 +288,20 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("Falcon", {}, "falcon models can't be served: FalconForCausalLM does not use the attention interface"),
     ("Bloom", {"n_layer": 1, "n_head": 4}, "bloom models can't be served: they use ALiBi"),
     ("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 1}, "mpt models can't be served: they use ALiBi"),
+    ("Falcon", {"alibi": True}, "falcon models can't be served with ALiBi"),
     ("Mamba", {}, "mamba models can't be served: they keep a recurrent state"),
+    ("Mamba2", {"num_heads": 4, "head_dim": 16}, "mamba2 models can't be served: they keep a recurrent state"),
+    ("Rwkv", {}, "rwkv models can't be served: they keep a recurrent state"),
+    ("RecurrentGemma", {}, "recurrent_gemma models can't be served: they keep a recurrent state"),
+    ("Jamba", {}, "jamba models can't be served: they keep a recurrent state"),
+    ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "lfm2 models can't be served: they have layers of type conv"),
     ("Qwen3Next", {}, "qwen3_next models can't be served: they have layers of type linear_attention"),
     (
         "Llama4Text",
         {"attention_chunk_size": 32},
         "llama4_text models can't be served: they have layers of type chunked_attention",
     ),
+    ("T5", {"num_layers": 1, "num_heads": 4, "d_model": 32}, "t5 models can't be served: they have an encoder"),
     ("Bart", ENCODER, "bart models can't be served: they have an encoder"),
     ("Bert", {"is_decoder": False}, "bert models can't be served: one of its masks is neither causal nor a sliding window"),
     ("GPTNeo", {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}, "GPTNeoForCausalLM does not use the attention"),
@@ -314,9 +335,33 @@ def test_a_state_beside_keys_and_values_is_measured(tmp_path: Path, monkeypatch:
         load_here(folder)
 
 
-def test_code_in_a_folder_is_not_needed_where_transformers_knows_the_model(folder: Path) -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_code_in_a_folder_is_never_run(known: bool, folder: Path) -> None:
+    """It is not needed where transformers knows the model, as with Phi-3 and others that were published with code once."""
+    ran = folder / "ran"
+    (folder / "x.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Y: ...\nclass Z: ...\n")
     edit_config(auto_map={"AutoConfig": "x.Y", "AutoModelForCausalLM": "x.Z"})(folder)
-    assert load_here(folder).head_rows == VOCAB
+    if known:
+        assert load_here(folder).head_rows == VOCAB
+    else:
+        edit_config(model_type="gpt9")(folder)
+        with pytest.raises(StartError, match="gpt9 models need Python code from their folder, which Kilburn never runs"):
+            load_here(folder)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Mixtral", {"num_local_experts": 4}),
+        ("Qwen2Moe", {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32}),
+        ("GptOss", {"head_dim": 8, "num_local_experts": 4}),
+    ],
+)
+def test_only_the_experts_that_a_token_was_sent_to_are_computed(family: str, options: dict[str, object], tmp_path: Path) -> None:
+    """Which of its ways to compute experts transformers takes by itself: docs/decisions.md has what the others cost."""
+    model = of_transformers(load_here(save_tiny(tmp_path, family, options)))
+    assert model.get_experts_implementation()[""] == "grouped_mm"
 
 
 def test_weights_that_overflow_their_dtype(tmp_path: Path) -> None:

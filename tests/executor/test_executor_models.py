@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.cpu.backend import CpuBackend
 from kernels.interface import AttentionBackend
+from kilburn.config import ForwardPath
 from kilburn.v1.engine_pb2 import Chunk, SamplingParams, SlotOpen
 from tests.executor.executor_help import VOCAB, greedy, sampling, save_tiny
 from tests.executor.rig import PROMPTS, Rig, in_blocks_of, load_here
@@ -125,6 +126,49 @@ def test_prompts_around_the_edge_of_a_window(windowed: Asked, backend: Attention
             rest = Chunk(slot=slot, start=8 * shared, token_ids=prompt[8 * shared :], new_blocks=blocks)
             found = rig.run(opens=[SlotOpen(slot=slot, sampling=sampling())], chunks=[rest], samples=[(0, slot, 0)])
             assert list(found.token_ids) == answer[:1]
+
+
+ROPES: list[tuple[str, dict[str, object], dict[str, object]]] = [
+    ("Llama", {"rope_type": "default"}, {}),
+    ("Llama", {"rope_type": "linear", "factor": 4.0}, {}),
+    ("Llama", {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 128}, {}),
+    ("Llama", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, {"head_dim": 12}),
+    (
+        "Llama",
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    (
+        "Phi3",
+        {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [4.0] * 4},
+        {"original_max_position_embeddings": 128},
+    ),
+    ("Qwen3", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, {"head_dim": 16}),
+    ("StableLm", {"rope_type": "linear", "factor": 4.0}, {}),
+]
+
+
+@pytest.mark.parametrize(("family", "rope", "options"), ROPES, ids=[f"{family}-{rope['rope_type']}" for family, rope, _ in ROPES])
+def test_every_rotary_embedding_on_both_paths(
+    family: str, rope: dict[str, object], options: dict[str, object], tmp_path: Path
+) -> None:
+    """Past the length that the embedding was made for, where the context goes on behind it."""
+    folder = save_tiny(tmp_path, family, {"rope_parameters": {"rope_theta": 10000.0, **rope}, **options}, vectors=0.1)
+    prompts = [*PROMPTS, [(3 * at * at + at) % VOCAB for at in range(100)]]
+    answers = [greedy(folder, prompt, OUTPUTS) for prompt in prompts]
+    backend = backends.make(backends.NATIVE[-1]).backend
+    paths: tuple[ForwardPath, ...] = ("general", "auto")
+    for path in paths:
+        model = load_here(folder, 16, backend, forward=path)
+        assert (model.fused is not None) == (path == "auto" and family != "StableLm"), model.why_general
+        assert model.context.tokens == (128 if rope["rope_type"] in ("dynamic", "longrope") else 256)
+        assert Rig(model, backend).generate(prompts, OUTPUTS, 40, [sampling()] * len(prompts)) == answers
 
 
 @lru_cache(maxsize=2)

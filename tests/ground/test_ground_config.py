@@ -98,6 +98,22 @@ def test_the_default_model_counts_once_it_is_complete(cache: Path) -> None:
     assert models.find_model(DEFAULT_MODEL) == folder
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gguf", "is no model folder: it holds a GGUF file, and Kilburn loads safetensors"),
+        ("gguf/model.Q4_1.gguf", "this is a GGUF file, and Kilburn loads safetensors from a folder"),
+        ("notes.txt", "this is a file, and no folder"),
+    ],
+)
+def test_what_is_no_folder_of_safetensors_is_refused_for_what_it_is(name: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "model.Q4_1.gguf").write_bytes(b"GGUF")
+    (tmp_path / "notes.txt").write_text("none")
+    with pytest.raises(StartError, match=reason):
+        models.find_model(str(tmp_path / name))
+
+
 @pytest.mark.parametrize("name", ["/nowhere", "./nowhere", "~/nowhere-at-all", "one-word", "a/b/c", "-/.."])
 def test_what_is_no_model(cache: Path, name: str) -> None:
     with pytest.raises(StartError, match="there is no such folder"):
