@@ -80,6 +80,24 @@ def model_class(config: "PreTrainedConfig") -> type["PreTrainedModel"]:
     return chosen
 
 
+def check_parallel(config: "PreTrainedConfig", world: int) -> None:
+    """Let pass what can be split among `world` ranks by the plan that transformers has for it.
+
+    Raises:
+        StartError: there is no plan, or the heads can't be dealt out evenly.
+    """
+    text = config.get_text_config(decoder=True)
+    if not getattr(text, "base_model_tp_plan", None):
+        raise StartError(f"{config.model_type} models can't be split: transformers has no tensor-parallel plan for them")
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    for count, what in ((kv_heads, "KV heads"), (heads, "attention heads")):
+        if count % world:
+            raise StartError(
+                f"--tensor-parallel {world}: this {config.model_type} model has {count} {what}, which {world} does not divide"
+            )
+
+
 def context_limits(config: "PreTrainedConfig") -> list[Context]:
     """Return how many tokens the model was made for, and to what length it can be batched; empty where it does not say."""
     text = config.get_text_config(decoder=True)
