@@ -101,6 +101,8 @@ def load(
         fused, why_general = _fuse(model, backend, context.tokens, forward)
     else:
         fused, why_general = None, f"it is shared by {world} ranks"
+        if max(layer.kv_heads for layer in seen.layers) * world > families.most_kv_heads(config):
+            why_general += ", though by its plan each computes and holds the K and V of all heads"
     if fused is not None:
         _check_fused(fused, trial, backend, block_size)
     return LoadedModel(

@@ -61,6 +61,7 @@ class Lead:
 
     def end(self) -> None:
         """End the other ranks."""
+        self._ranks.ending.set()
         self._tell(RankCommand(end=True))
 
     def _tell(self, command: RankCommand) -> None:
@@ -90,4 +91,5 @@ def follow(runner: Runner, ranks: Ranks) -> None:
         elif kind == "inspect":
             ranks.collect(runner.inspect(command.inspect).SerializeToString())
         elif kind == "end":
+            ranks.ending.set()
             return

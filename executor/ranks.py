@@ -6,6 +6,9 @@ nothing is pickled. On a GPU bytes still go over gloo, from memory of the host, 
 """
 
 import os
+import select
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,12 +23,16 @@ from torch import Tensor
 from executor.errors import ExecutorError
 from kilburn.errors import StartError
 from kilburn.limits import MAX_FRAME_BYTES
+from kilburn.log import Logger
 
 #: Where the ranks of one launch meet; set by executor/launch.py. Without it torchrun was called by hand, and its store is used.
 MEETING: Final = "KILBURN_RANKS_FILE"
 
 #: A rank that waits so long for another ends. The longest wait that is nobody's fault is for the other's half of the weights.
 TIMEOUT: Final = timedelta(seconds=120)
+
+#: From the end of another rank to ours, where the main thread does not end by itself.
+_LAST_WORDS_SECONDS: Final = 0.5
 
 #: Of a command beside its plan: what rank 0 drew, at most 3 bytes a sample on average, and the fields' headers.
 _MAX_BYTES: Final = MAX_FRAME_BYTES + 2**20
@@ -55,6 +62,7 @@ class Ranks:
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
         self.world = world
+        self.ending = threading.Event()  # set before the last command: ranks may be gone from now on
 
     def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
         """Give the bytes of one rank to all; `data` is read on that rank alone."""
@@ -95,8 +103,10 @@ class Ranks:
 
 
 @contextmanager
-def meet(world: int, kind: str) -> Iterator[Ranks]:
+def meet(world: int, kind: str, log: Logger) -> Iterator[Ranks]:
     """Join the other ranks; `kind` is the device's, cpu or cuda.
+
+    If one of them ends before `ending` is set, so does this process.
 
     Raises:
         StartError: torchrun has started another number of processes, or they do not find each other.
@@ -105,7 +115,7 @@ def meet(world: int, kind: str) -> Iterator[Ranks]:
     if started != world:
         raise StartError(f"torchrun has started {started} processes, and --tensor-parallel is {world}")
     rank = own_rank()
-    # Its own value where somebody has set one: several machines are theirs to try.
+    # All ranks are on this machine: nothing of a sequence leaves it.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
@@ -117,9 +127,36 @@ def meet(world: int, kind: str) -> Iterator[Ranks]:
             dist.init_process_group(backend, f"file://{path}", rank=rank, world_size=world, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
         raise StartError(f"the ranks of the executor do not find each other: {_first_line(error)}") from error
-    yield Ranks(rank, world)
+    ranks = Ranks(rank, world)
+    pids = [int.from_bytes(pid, "little") for pid in ranks.collect(os.getpid().to_bytes(8, "little"))]
+    others = {pid: number for number, pid in enumerate(pids) if number != rank}
+    threading.Thread(target=_watch, args=(others, ranks.ending, log), name="ranks", daemon=True).start()
+    yield ranks
+    ranks.ending.set()
     # Not after an error: it would wait for ranks that may be gone.
     dist.destroy_process_group()
+
+
+def _watch(others: dict[int, int], ending: threading.Event, log: Logger) -> None:
+    """End this process when another rank (process id -> rank) ends.
+
+    The main thread may be in a collective then, in native code, which waits for the dead: gloo was seen to, and NCCL always does.
+    """
+    poller, numbers = select.poll(), {}
+    gone = -1
+    try:
+        for pid, number in others.items():
+            descriptor = os.pidfd_open(pid)
+            numbers[descriptor] = number
+            poller.register(descriptor, select.POLLIN)
+        gone = numbers[poller.poll()[0][0]]
+    except ProcessLookupError:
+        gone = number
+    # The main thread may know already, or have failed for the same reason, and be about to tell memmgr.
+    time.sleep(_LAST_WORDS_SECONDS)
+    if not ending.is_set():
+        log.error("another rank of this executor is gone", rank=gone)
+        os._exit(1)
 
 
 def meeting_path(runtime_dir: Path) -> Path:

@@ -4,6 +4,7 @@ Knows signals, the socket and the order of things; not what a plan means. The ma
 a second one (executor/beats.py) says that the first one lives.
 """
 
+import os
 import signal
 import socket as sockets
 import sys
@@ -53,9 +54,11 @@ def run(config: ExecutorConfig) -> None:
     """
     log = logs.configure(config.log, "executor")
     check_kernels_package()
+    has_lock = False  # whoever has started the ranks, if it was executor/launch.py
     if config.tensor_parallel > 1:
-        from executor.ranks import own_rank
+        from executor.ranks import MEETING, own_rank
 
+        has_lock = MEETING in os.environ
         if own_rank() > 0:
             _follow(config, log)
             return
@@ -63,7 +66,7 @@ def run(config: ExecutorConfig) -> None:
     progress = Progress()
     with ExitStack() as stack:
         stop = stack.enter_context(Stop())
-        if config.tensor_parallel == 1:  # else whoever started the ranks has it
+        if not has_lock:
             stack.enter_context(lock(config.runtime_dir, "executor"))
         context = stack.enter_context(_zmq_context())
         beats = stack.enter_context(
@@ -79,7 +82,7 @@ def run(config: ExecutorConfig) -> None:
         with stop.at_once():
             from executor.startup import ready  # torch and transformers, after the check and the lock
 
-            ranks = stack.enter_context(_ranks(config))
+            ranks = stack.enter_context(_ranks(config, log))
             made = stack.enter_context(ready(config, incarnation, progress, log, ranks))
             runner = _lead(made, ranks)
         progress.phase = Phase.RUNNING
@@ -105,21 +108,21 @@ def _follow(config: ExecutorConfig, log: Logger) -> None:
             from executor.parallel import follow
             from executor.startup import ready
 
-            ranks = stack.enter_context(_ranks(config))
+            ranks = stack.enter_context(_ranks(config, log))
             assert ranks is not None
             made = stack.enter_context(ready(config, new_incarnation(), progress, log, ranks))
         follow(made.runner, ranks)
 
 
 @contextmanager
-def _ranks(config: ExecutorConfig) -> Iterator["Ranks | None"]:
+def _ranks(config: ExecutorConfig, log: Logger) -> Iterator["Ranks | None"]:
     if config.tensor_parallel == 1:
         yield None
         return
     from executor.ranks import meet
     from executor.startup import find_device
 
-    with meet(config.tensor_parallel, find_device(config.device).type) as ranks:
+    with meet(config.tensor_parallel, find_device(config.device).type, log) as ranks:
         yield ranks
 
 
