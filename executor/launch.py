@@ -39,7 +39,7 @@ def launch(world: int, command: Sequence[str], environment: Mapping[str, str], r
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks say themselves what became of them
+    logging.disable(logging.ERROR)  # torchrun's many words: the ranks say what became of them, and what is raised here does
     private_dir(runtime_dir)
     with ExitStack() as stack:
         stack.enter_context(lock(runtime_dir, "executor"))
