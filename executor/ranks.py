@@ -140,7 +140,7 @@ def meet(world: int, kind: str, log: Logger) -> Iterator[Ranks]:
 def _watch(others: dict[int, int], ending: threading.Event, log: Logger) -> None:
     """End this process when another rank (process id -> rank) ends.
 
-    The main thread may be in a collective then, in native code, which waits for the dead: gloo was seen to, and NCCL always does.
+    The main thread may be in a collective then, in native code, and wait for the dead until TIMEOUT.
     """
     poller, numbers = select.poll(), {}
     gone = -1
