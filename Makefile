@@ -74,7 +74,7 @@ proto: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=protos \
 		--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 		--python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. $(PROTOS)
-	rm -f $(foreach part,engine journal,kilburn/v1/$(part)_pb2_grpc.py kilburn/v1/$(part)_pb2_grpc.pyi)
+	rm -f $(foreach part,engine journal ranks,kilburn/v1/$(part)_pb2_grpc.py kilburn/v1/$(part)_pb2_grpc.pyi)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -49,6 +49,8 @@ def _elsewhere(role: str, options: ServerOptions) -> Iterator[Path]:
         for endpoint in (options.gateway_endpoint, options.executor_endpoint):
             yield Path(endpoint.removeprefix("ipc://"))
     if role == "executor":
+        for pattern in ("executor-*.failed", "executor-*.partial", "executor.ranks", "executor.rendezvous*"):
+            yield from options.runtime_dir.glob(pattern)
         yield from (options.pool_dir or _DEFAULT_POOL_DIR).glob(f"kilburn-{endpoints.instance_id(options.runtime_dir)}*")
 
 

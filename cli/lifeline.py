@@ -23,10 +23,10 @@ def supervised() -> bool:
     return SUPERVISED in os.environ
 
 
-def follow_parent() -> None:
-    """Get SIGTERM when the parent that `SUPERVISED` names ends; end now where it is gone already."""
+def follow_parent(end: signal.Signals = signal.SIGTERM) -> None:
+    """Get SIGTERM, or another signal, when the parent that `SUPERVISED` names ends; end now where it is gone already."""
     parent = int(os.environ[SUPERVISED])
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _prctl(_PR_SET_PDEATHSIG, end)
     if os.getppid() != parent:  # it ended before the call above
         sys.exit(0)
 

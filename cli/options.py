@@ -46,6 +46,9 @@ _DEVICE: Final = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
 #: More is no machine's: a limit against slips of the keyboard, and what a protobuf field holds.
 _MAX_COUNT: Final = 2**31 - 1
 
+#: Of one machine, each with its own heads: no machine has more GPUs.
+_MAX_RANKS: Final = 64
+
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
@@ -56,6 +59,7 @@ class ServerOptions:
     dtype: Dtype
     attention: str
     forward: ForwardPath
+    tensor_parallel: int
     block_size: int
     num_blocks: int | None
     kv_memory_bytes: int | None
@@ -102,6 +106,7 @@ class ServerOptions:
             dtype=self.dtype,
             attention=self.attention,
             forward=self.forward,
+            tensor_parallel=self.tensor_parallel,
             block_size=self.block_size,
             num_blocks=self.num_blocks,
             kv_memory_bytes=self.kv_memory_bytes,
@@ -278,6 +283,12 @@ _server_flags: Final = together(
         help="How the model is run: fast is fused native kernels, for the common families on a CPU; general is transformers' "
         "modules; auto: fast where it can be.",
     ),
+    flag(
+        "--tensor-parallel",
+        type=WholeRange(1, _MAX_RANKS),
+        default=1,
+        help="Processes of the executor that share the model, each with its part of the KV heads: on a GPU one for each of them.",
+    ),
     flag("--block-size", type=Parsed("tokens", _block_size), default="16", help=f"Tokens a block, 1 to {MAX_BLOCK_SIZE}."),
     flag("--num-blocks", type=_COUNT, help="Physical blocks; else as many as fit into --kv-memory."),
     flag("--kv-memory", type=Parsed("size", parse_bytes), help="Such as 2GiB; else a share of what is free."),
@@ -333,6 +344,7 @@ _NAMES: Final = (
         "dtype",
         "attention",
         "forward",
+        "tensor_parallel",
         "block_size",
         "num_blocks",
         "kv_memory",
@@ -378,6 +390,10 @@ def _check_together(options: ServerOptions) -> None:
         raise StartError("--gateway-endpoint and --executor-endpoint are the same")
     if options.listen == options.admin and options.listen.port != 0:
         raise StartError(f"--listen and --admin are both {options.listen}")
+    if options.tensor_parallel > 1 and options.forward == "fast":
+        raise StartError("--forward fast is for one process; give --tensor-parallel 1 or --forward general")
+    if options.tensor_parallel > 1 and options.device.startswith("cuda:"):
+        raise StartError(f"--tensor-parallel takes the first GPUs, one each; give --device cuda, not {options.device}")
     if options.attention == "triton" and options.device == "cpu":
         raise StartError("--attention triton needs an NVIDIA GPU, and --device is cpu; leave one of the two out")
     if options.attention == "cpu" and options.device.startswith("cuda"):

@@ -80,6 +80,32 @@ def model_class(config: "PreTrainedConfig") -> type["PreTrainedModel"]:
     return chosen
 
 
+def check_parallel(config: "PreTrainedConfig", world: int) -> None:
+    """Let pass what can be split among `world` ranks by the plan that transformers has for it.
+
+    Raises:
+        StartError: there is no plan, or the heads can't be dealt out evenly.
+    """
+    text = config.get_text_config(decoder=True)
+    if not getattr(text, "base_model_tp_plan", None):
+        raise StartError(f"{config.model_type} models can't be split: transformers has no tensor-parallel plan for them")
+    for counts, what in ((_kv_heads(text), "KV heads"), ([text.num_attention_heads], "attention heads")):
+        for count in counts:
+            if count % world:
+                has = f"this {config.model_type} model has {count} {what}"
+                raise StartError(f"--tensor-parallel {world}: {has}, which can't be dealt out evenly")
+
+
+def most_kv_heads(config: "PreTrainedConfig") -> int:
+    """Return how many KV heads a layer has at most, by the configuration."""
+    return max(_kv_heads(config.get_text_config(decoder=True)))
+
+
+def _kv_heads(text: "PreTrainedConfig") -> list[int]:
+    found = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return [found] if isinstance(found, int) else list(found)  # some families say it for each layer
+
+
 def context_limits(config: "PreTrainedConfig") -> list[Context]:
     """Return how many tokens the model was made for, and to what length it can be batched; empty where it does not say."""
     text = config.get_text_config(decoder=True)

@@ -48,7 +48,9 @@ class LoadedModel:
         if self.fused is not None:
             return self.fused.bytes
         assert self.model is not None
-        return int(self.model.get_memory_footprint())
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        # Of a parameter that is split, this rank's share.
+        return sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors)
 
     def forward(self, backend: AttentionBackend[Any], cache: KvCache, most_rows: int, progress: Progress) -> Forward:
         """Return what runs steps of at most so many rows over this pool."""
@@ -68,8 +70,11 @@ def load(
     block_size: int,
     max_model_len: int | None,
     forward: ForwardPath = "auto",
+    world: int = 1,
 ) -> LoadedModel:
     """Load the model in `folder`, which must be whole, and check that it can be served.
+
+    Where `world` is 2 or more, this is one rank's share of it, and all ranks load at once: `torch.distributed` is up.
 
     Raises:
         StartError: the folder is damaged, or this kind of model can't be served; it says which file, tensor or kind.
@@ -80,7 +85,9 @@ def load(
     context = _context(config, max_model_len)
     check_weights(folder)
     attention.register()
-    model = _model(model_class, folder, config, device, dtype)
+    if world > 1:
+        families.check_parallel(config, world)
+    model = _model(model_class, folder, config, device, dtype, world)
     try:
         seen = probe.observe(model, context.tokens)
         trial = probe.expect(model, seen)
@@ -91,7 +98,12 @@ def load(
         raise StartError(f"{config.model_type} models can't be served: {error}") from error
     vocabulary = config.get_text_config(decoder=True).vocab_size
     device = model.device
-    fused, why_general = _fuse(model, backend, context.tokens, forward)
+    if world == 1:
+        fused, why_general = _fuse(model, backend, context.tokens, forward)
+    else:
+        fused, why_general = None, f"it is shared by {world} ranks"
+        if max(layer.kv_heads for layer in seen.layers) * world > families.most_kv_heads(config):
+            why_general += ", though by its plan each computes and holds the K and V of all heads"
     if fused is not None:
         _check_fused(fused, trial, backend, block_size)
     elif isinstance(backend, CpuBackend):
@@ -183,7 +195,12 @@ def _context(config: "PreTrainedConfig", max_model_len: int | None) -> Context:
 
 
 def _model(
-    model_class: type["PreTrainedModel"], folder: Path, config: "PreTrainedConfig", device: torch.device, dtype: Dtype
+    model_class: type["PreTrainedModel"],
+    folder: Path,
+    config: "PreTrainedConfig",
+    device: torch.device,
+    dtype: Dtype,
+    world: int,
 ) -> "PreTrainedModel":
     try:
         model, info = model_class.from_pretrained(
@@ -195,6 +212,7 @@ def _model(
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # they are listed then, and refused by name below
             output_loading_info=True,
+            **_parallel(world),
         )
         model = model.to(device).eval().requires_grad_(False)
     except Exception as error:
@@ -203,6 +221,15 @@ def _model(
     if model.dtype not in _DTYPES.values():
         raise StartError(f"{folder} holds {model.dtype} weights; give --dtype")
     return model
+
+
+def _parallel(world: int) -> dict[str, Any]:
+    """Return what makes transformers load one rank's share of a model, by the model's own plan."""
+    if world == 1:
+        return {}
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=world, tp_plan="auto")}
 
 
 def _check_loaded(folder: Path, info: dict[str, Any]) -> None:

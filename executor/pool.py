@@ -124,9 +124,10 @@ class _PoolFile:
     map: mmap.mmap
 
 
-def pool_path(pool_dir: Path | None, runtime_dir: Path) -> Path:
-    """Return where the pool's file of an instance lies."""
-    return (pool_dir or _SHARED_MEMORY) / f"kilburn-{instance_id(runtime_dir)}.pool"
+def pool_path(pool_dir: Path | None, runtime_dir: Path, rank: int = 0) -> Path:
+    """Return where the pool's file of an instance lies; each rank of an executor has its own."""
+    number = f".{rank}" if rank else ""
+    return (pool_dir or _SHARED_MEMORY) / f"kilburn-{instance_id(runtime_dir)}{number}.pool"
 
 
 def check_pool_dir(path: Path) -> None:

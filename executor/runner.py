@@ -4,7 +4,7 @@ Knows plans and results; not sockets. Steps are numbered without gaps; a plan ou
 breaks a rule of executor/batch.py.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from executor.batch import MAX_INSPECTED_ENTRIES, Batch, Slots, Told
-from executor.errors import PlanError
+from executor.errors import ExecutorError, PlanError
 from executor.loader import LoadedModel
 from executor.logprobs import LogProb, logprobs
 from executor.native import native_draw
@@ -71,11 +71,14 @@ class Runner:
         self._clock_ns = clock_ns
         self._poison = poison
         self._step = 0
+        self._drawn: list[int] = []  # of the last step, until `take_drawn`
+        self._undrawn: tuple[int, ...] = ()  # slots of the last step, until `draw_as`
 
     def reset(self) -> None:
         """Close all slots and await step 1: a new memmgr knows nothing of the old one's."""
         self._slots.clear()
         self._step = 0
+        self._drawn, self._undrawn = [], ()
         self._progress.begin(0)
 
     @torch.inference_mode()
@@ -85,11 +88,57 @@ class Runner:
         Raises:
             PlanError: the plan breaks a rule; what the slots and blocks hold after that is of no meaning.
         """
+        began = self._clock_ns()
+        batch = self._begin(plan)
+        if batch is None:
+            return StepResult(step=plan.step, times=StepTimes(prepare=self._clock_ns() - began))
+        rows, inputs = self._inputs(batch)
+        prepared = self._clock_ns()
+        logits = self._forward.logits(rows, *inputs)[:, : self._model.vocab_size]
+        forwarded = self._clock_ns()
+        samples = self._sample(batch, logits[: len(batch.logit_rows)])
+        prompts = [] if batch.told is None else _tell(batch.told, logits[len(batch.logit_rows) :])
+        times = StepTimes(prepare=prepared - began, forward=forwarded - prepared, sample=self._clock_ns() - forwarded)
+        return _result(plan.step, samples, prompts, times)
+
+    @torch.inference_mode()
+    def follow(self, plan: StepPlan) -> None:
+        """Do one step as another rank than 0: all of it but the sampling. `draw_as` comes before the next one.
+
+        Raises:
+            PlanError: as `run`.
+        """
+        batch = self._begin(plan)
+        if batch is not None:
+            rows, inputs = self._inputs(batch)
+            self._forward.logits(rows, *inputs)
+            self._undrawn = batch.sample_slots
+
+    def take_drawn(self) -> Sequence[int]:
+        """Return, once, what the last step drew for each of its samples, -1 for nothing: what `draw_as` is told elsewhere."""
+        drawn, self._drawn = self._drawn, []
+        return drawn
+
+    def draw_as(self, drawn: Sequence[int]) -> None:
+        """Take what rank 0 drew in the last step; nothing where that was told, or there was nothing to draw."""
+        if len(drawn) != len(self._undrawn):
+            raise ExecutorError(f"rank 0 has drawn {len(drawn)} tokens, and here there are {len(self._undrawn)} samples")
+        if drawn:
+            self._slots.sampled(self._undrawn, drawn)
+        self._undrawn = ()
+
+    def idle(self) -> None:
+        """Nothing is to be done: of no interest to a runner alone."""
+
+    def end(self) -> None:
+        """There will be no more plans: of no interest either."""
+
+    def _begin(self, plan: StepPlan) -> Batch | None:
+        """Do what comes before the rows of a step, and return them."""
         if plan.step != self._step + 1:
             raise PlanError(f"step {plan.step} comes after step {self._step}")
         self._step = plan.step
         self._progress.begin(plan.step)
-        began = self._clock_ns()
         self._slots.check_blocks(plan)
         if plan.swap_outs:
             self._backend.swap_blocks(self._pool.frames, self._pool.host_frames, _pairs(plan.swap_outs))
@@ -99,21 +148,7 @@ class Runner:
             self._backend.swap_blocks(self._pool.host_frames, self._pool.frames, _pairs(plan.swap_ins))
         if plan.copies:
             self._backend.copy_blocks(self._cache, _pairs(plan.copies))
-        batch = self._slots.apply(plan)
-        if batch is None:
-            return StepResult(step=plan.step, times=StepTimes(prepare=self._clock_ns() - began))
-        rows = self._rows(batch)
-        wanted, told = batch.logit_rows, batch.told
-        if told is not None:
-            wanted = np.concatenate((wanted, told.rows))
-        inputs = [self._tensor(part) for part in (batch.token_ids, batch.positions, wanted)]
-        prepared = self._clock_ns()
-        logits = self._forward.logits(rows, *inputs)[:, : self._model.vocab_size]
-        forwarded = self._clock_ns()
-        samples = self._sample(batch, logits[: len(batch.logit_rows)])
-        prompts = [] if told is None else _tell(told, logits[len(batch.logit_rows) :])
-        times = StepTimes(prepare=prepared - began, forward=forwarded - prepared, sample=self._clock_ns() - forwarded)
-        return _result(plan.step, samples, prompts, times)
+        return self._slots.apply(plan)
 
     def inspect(self, number: int) -> Inspection:
         """Return what the slots hold, and what is wrong with them or the pool."""
@@ -132,7 +167,14 @@ class Runner:
         samples = sample(logits, batch.draws, self._find_peaks, self._draw_rows)
         drawn = [-1 if draw.choices else token for draw, token in zip(batch.draws, samples.token_ids, strict=True)]
         self._slots.sampled(batch.sample_slots, drawn)
+        self._drawn = drawn
         return samples
+
+    def _inputs(self, batch: Batch) -> tuple[StepRows, list[Tensor]]:
+        """Return what the forward pass takes: of the rows' logits those to sample from, and then those to tell of."""
+        wanted = batch.logit_rows if batch.told is None else np.concatenate((batch.logit_rows, batch.told.rows))
+        inputs = [self._tensor(part) for part in (batch.token_ids, batch.positions, wanted)]
+        return self._rows(batch), inputs
 
     def _rows(self, batch: Batch) -> StepRows:
         return StepRows(

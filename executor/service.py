@@ -4,6 +4,7 @@ Knows signals, the socket and the order of things; not what a plan means. The ma
 a second one (executor/beats.py) says that the first one lives.
 """
 
+import os
 import signal
 import socket as sockets
 import sys
@@ -31,7 +32,10 @@ from kilburn.wire.link import Link
 from kilburn.wire.sockets import dealer
 
 if TYPE_CHECKING:
+    from executor.parallel import Lead
+    from executor.ranks import Ranks
     from executor.runner import Runner
+    from executor.startup import Ready
 
 #: Between two looks at what is due. Half of the shortest interval that something is due at.
 _POLL_MS: Final = int(500 * min(HELLO_INTERVAL_SECONDS, HEARTBEAT_INTERVAL_SECONDS))
@@ -50,11 +54,20 @@ def run(config: ExecutorConfig) -> None:
     """
     log = logs.configure(config.log, "executor")
     check_kernels_package()
+    has_lock = False  # whoever has started the ranks, if it was executor/launch.py
+    if config.tensor_parallel > 1:
+        from executor.ranks import MEETING, own_rank
+
+        has_lock = MEETING in os.environ
+        if own_rank() > 0:
+            _follow(config, log)
+            return
     incarnation = new_incarnation()
     progress = Progress()
     with ExitStack() as stack:
         stop = stack.enter_context(Stop())
-        stack.enter_context(lock(config.runtime_dir, "executor"))
+        if not has_lock:
+            stack.enter_context(lock(config.runtime_dir, "executor"))
         context = stack.enter_context(_zmq_context())
         beats = stack.enter_context(
             Beats(
@@ -69,7 +82,9 @@ def run(config: ExecutorConfig) -> None:
         with stop.at_once():
             from executor.startup import ready  # torch and transformers, after the check and the lock
 
-            made = stack.enter_context(ready(config, incarnation, progress, log))
+            ranks = stack.enter_context(_ranks(config, log))
+            made = stack.enter_context(ready(config, incarnation, progress, log, ranks))
+            runner = _lead(made, ranks)
         progress.phase = Phase.RUNNING
         hello = ExecutorHello(
             protocol=PROTOCOL,
@@ -79,14 +94,50 @@ def run(config: ExecutorConfig) -> None:
             host_blocks=made.limits.host_blocks,
         )
         socket = stack.enter_context(dealer(context.socket(zmq.DEALER), config.executor_endpoint))
-        Service(socket, Link(incarnation, hello), made.runner, progress, log).serve(stop, beats)
+        Service(socket, Link(incarnation, hello), runner, progress, log).serve(stop, beats)
+        runner.end()
     log.info("ended")
+
+
+def _follow(config: ExecutorConfig, log: Logger) -> None:
+    """Be another rank than 0: no socket, and signals are rank 0's to obey once all are loaded."""
+    progress = Progress()
+    with ExitStack() as stack:
+        stop = stack.enter_context(Stop())
+        with stop.at_once():
+            from executor.parallel import follow
+            from executor.startup import ready
+
+            ranks = stack.enter_context(_ranks(config, log))
+            assert ranks is not None
+            made = stack.enter_context(ready(config, new_incarnation(), progress, log, ranks))
+        follow(made.runner, ranks)
+
+
+@contextmanager
+def _ranks(config: ExecutorConfig, log: Logger) -> Iterator["Ranks | None"]:
+    if config.tensor_parallel == 1:
+        yield None
+        return
+    from executor.ranks import meet
+    from executor.startup import find_device
+
+    with meet(config.tensor_parallel, find_device(config.device).type, log) as ranks:
+        yield ranks
+
+
+def _lead(made: "Ready", ranks: "Ranks | None") -> "Runner | Lead":
+    if ranks is None:
+        return made.runner
+    from executor.parallel import Lead
+
+    return Lead(made.runner, ranks)
 
 
 class Service:
     """The loop: read a frame, act on it, answer, see what is due. Plans run strictly in the order of their frames."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", link: Link, runner: "Runner", progress: Progress, log: Logger) -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", link: Link, runner: "Runner | Lead", progress: Progress, log: Logger) -> None:
         self._socket = socket
         self._link = link
         self._runner = runner
@@ -108,6 +159,7 @@ class Service:
             if frame is not None:
                 self._send(frame)
             self._follow_link()
+            self._runner.idle()
             if not beats.alive:
                 raise ExecutorError("the heartbeat thread has ended")
         if self._link.connected:

@@ -68,6 +68,11 @@ def cuda_blocks(demand: Demand, free_memory: int) -> Size:
     return _asked(demand) or _share(demand, int(free_memory * _CUDA_SHARE), "a share of free device memory")
 
 
+def smallest(own: Size, blocks: int) -> Size:
+    """Return this rank's size where the smallest of all ranks has so many blocks."""
+    return own if own.blocks == blocks else Size(blocks, "the rank with the least room")
+
+
 def check_host(blocks: int, frame_bytes: int, pool_bytes: int) -> None:
     """Check that so many frames fit the host's memory beside a pool of `pool_bytes` in it.
 

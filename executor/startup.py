@@ -30,6 +30,7 @@ from executor.pool import (
     shared_pool,
 )
 from executor.progress import Progress
+from executor.ranks import Ranks
 from executor.runner import Runner
 from kernels.interface import AttentionBackend
 from kernels.registry import BackendError, choose
@@ -58,15 +59,18 @@ class Ready:
 
 
 @contextmanager
-def ready(config: ExecutorConfig, incarnation: int, progress: Progress, log: Logger) -> Iterator[Ready]:
-    """Load everything; the pool's file is removed at the end of the block.
+def ready(
+    config: ExecutorConfig, incarnation: int, progress: Progress, log: Logger, ranks: Ranks | None = None
+) -> Iterator[Ready]:
+    """Load everything, or this rank's share of it; the pool's file is removed at the end of the block.
 
     Raises:
         StartError: something is not there, is damaged, does not fit, or can't be served.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    device = find_device(config.device)
+    device = find_device(config.device) if ranks is None else rank_device(config.device, ranks)
+    pool_file = pool_path(config.pool_dir, config.runtime_dir, 0 if ranks is None else ranks.rank)
     try:
         choice = choose(config.attention, device)
     except BackendError as error:
@@ -78,7 +82,7 @@ def ready(config: ExecutorConfig, incarnation: int, progress: Progress, log: Log
         if config.pool_dir is not None:
             check_pool_dir(config.pool_dir)
         # Before the memory that is free is looked at: else each crash would leave the next executor a smaller pool.
-        remove_leftover(pool_path(config.pool_dir, config.runtime_dir))
+        remove_leftover(pool_file)
     folder = ensure_model(config.model)
     model = load(
         folder,
@@ -88,10 +92,13 @@ def ready(config: ExecutorConfig, incarnation: int, progress: Progress, log: Log
         block_size=config.block_size,
         max_model_len=config.max_model_len,
         forward=config.forward,
+        world=config.tensor_parallel,
     )
     size = _pool_size(config, model, backend)
+    if ranks is not None:
+        size = sizing.smallest(size, ranks.least(size.blocks))
     info = _model_info(config, model, backend, folder, size.blocks)
-    with _pool(config, model, backend, info, incarnation) as pool:
+    with _pool(config, model, backend, info, incarnation, pool_file, ranks) as pool:
         limits = Limits(
             num_blocks=info.total_blocks,
             block_size=info.block_size,
@@ -130,6 +137,8 @@ def ready(config: ExecutorConfig, incarnation: int, progress: Progress, log: Log
             weights_mib=round(model.weights_bytes / MIB, 1),
             forward="fast" if model.fused else "general",
             forward_because=model.why_general or None,
+            rank=None if ranks is None else f"{ranks.rank} of {ranks.world}",
+            kv_heads=None if ranks is None else max(layer.kv_heads for layer in model.shape.layers),
         )
         yield Ready(runner, info, limits)
 
@@ -154,6 +163,20 @@ def find_device(name: str) -> torch.device:
     return torch.device("cuda", int(number or 0))
 
 
+def rank_device(name: str, ranks: Ranks) -> torch.device:
+    """Return the device of this rank: on a machine with GPUs the one of its number.
+
+    Raises:
+        StartError: there are fewer of them than ranks.
+    """
+    device = find_device(name)
+    if device.type == "cpu":
+        return device
+    if torch.cuda.device_count() < ranks.world:
+        raise StartError(f"--tensor-parallel {ranks.world} needs as many GPUs; there are {torch.cuda.device_count()}")
+    return torch.device("cuda", ranks.rank)
+
+
 def _pool_size(config: ExecutorConfig, model: LoadedModel, backend: AttentionBackend[Any]) -> sizing.Size:
     demand = sizing.Demand(
         frame_bytes=backend.layout(model.shape).frame_bytes(model.shape.dtype),
@@ -162,7 +185,9 @@ def _pool_size(config: ExecutorConfig, model: LoadedModel, backend: AttentionBac
         most_useful_blocks=config.max_running * -(-model.context.tokens // config.block_size),
     )
     if model.device.type == "cpu":
-        return sizing.cpu_blocks(demand, sizing.free_memory_bytes(), free_bytes(config.pool_dir))
+        # All ranks take theirs from the same memory, and each looks before any has taken it.
+        shares = config.tensor_parallel
+        return sizing.cpu_blocks(demand, sizing.free_memory_bytes() // shares, free_bytes(config.pool_dir) // shares)
     return sizing.cuda_blocks(demand, torch.cuda.mem_get_info(model.device)[0])
 
 
@@ -176,7 +201,7 @@ def _model_info(
         vocab_size=model.vocab_size,
         block_size=config.block_size,
         total_blocks=blocks,
-        bytes_per_block=backend.layout(model.shape).frame_bytes(model.shape.dtype),
+        bytes_per_block=backend.layout(model.shape).frame_bytes(model.shape.dtype) * config.tensor_parallel,
         dtype=_DTYPE_NAMES[model.shape.dtype],
         device=str(model.device),
         attention_backend=backend.name,
@@ -185,16 +210,22 @@ def _model_info(
 
 @contextmanager
 def _pool(
-    config: ExecutorConfig, model: LoadedModel, backend: AttentionBackend[Any], info: ModelInfo, incarnation: int
+    config: ExecutorConfig,
+    model: LoadedModel,
+    backend: AttentionBackend[Any],
+    info: ModelInfo,
+    incarnation: int,
+    path: Path,
+    ranks: Ranks | None,
 ) -> Iterator[Pool]:
     layout = backend.layout(model.shape)
     header = PoolHeader(version=HEADER_VERSION, model=info, layout=layout.name, executor_incarnation=incarnation)
     spec = PoolSpec(info.total_blocks, layout.elements, model.shape.dtype)
-    sizing.check_host(config.host_blocks, spec.frame_bytes, spec.bytes if model.device.type == "cpu" else 0)
-    if model.device.type == "cpu":
-        pool = shared_pool(spec, pool_path(config.pool_dir, config.runtime_dir), header)
-    else:
-        pool = device_pool(spec, model.device, header)
+    each = config.tensor_parallel
+    sizing.check_host(config.host_blocks, spec.frame_bytes * each, spec.bytes * each if model.device.type == "cpu" else 0)
+    if ranks is not None:
+        ranks.least(0)  # all have looked at what is free before one takes of it
+    pool = shared_pool(spec, path, header) if model.device.type == "cpu" else device_pool(spec, model.device, header)
     try:
         pool.add_host(config.host_blocks)
         if config.poison:

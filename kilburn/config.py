@@ -90,6 +90,7 @@ class ExecutorConfig:
     host_blocks: int = 0
     pool_dir: Path | None = None  # None: the system's shared memory
     poison: bool = False
+    tensor_parallel: int = 1  # processes that share the model, each with its own KV heads
     log: LogConfig = LogConfig()
 
 

@@ -40,6 +40,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         dtype="auto",
         attention="auto",
         forward="auto",
+        tensor_parallel=1,
         block_size=16,
         num_blocks=None,
         kv_memory_bytes=None,
@@ -94,6 +95,11 @@ def test_swapping_needs_room_on_the_host() -> None:
     assert options.executor().host_blocks == 40
 
 
+def test_the_number_of_ranks_reaches_the_executor() -> None:
+    assert read([], {"KILBURN_TENSOR_PARALLEL": "2"}).executor().tensor_parallel == 2
+    assert read(["--tensor-parallel", "4", "--device", "cuda"]).executor().tensor_parallel == 4
+
+
 def test_a_flag_hides_its_variable() -> None:
     assert read([], {"KILBURN_BLOCK_SIZE": "7"}).block_size == 7
     assert read(["--block-size", "9"], {"KILBURN_BLOCK_SIZE": "7"}).block_size == 9
@@ -110,6 +116,7 @@ options_of_any_kind = st.builds(
     dtype=st.sampled_from(get_args(Dtype)),
     attention=st.sampled_from(["auto", "reference"]),
     forward=st.sampled_from(get_args(ForwardPath)),
+    tensor_parallel=st.just(1),
     block_size=st.integers(1, 1024),
     num_blocks=st.none() | counts,
     kv_memory_bytes=st.none() | counts,

@@ -16,8 +16,10 @@ _CHAT_TEMPLATE: Final = (
 )
 
 
-def save(folder: Path, seed: int = 0, layers: int = 2, width: int = 64, spread: float = 0.02) -> Path:
+def save(folder: Path, seed: int = 0, layers: int = 2, width: int = 64, spread: float = 0.02, heads: int = 4) -> Path:
     """Write a model with the weights of a seed, and return its folder.
+
+    There are half as many KV heads as `heads`.
 
     `spread` is the weights' standard deviation. The default is that of a new Llama, whose attention changes next to nothing; at
     0.3 every token depends on all before it.
@@ -30,8 +32,8 @@ def save(folder: Path, seed: int = 0, layers: int = 2, width: int = 64, spread: 
         hidden_size=width,
         intermediate_size=2 * width,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         max_position_embeddings=CONTEXT,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 #: Files of messages alone: empty gRPC modules are not kept.
-UNKEPT = {f"{part}_pb2_grpc.{ending}" for part in ("engine", "journal") for ending in ("py", "pyi")}
+UNKEPT = {f"{part}_pb2_grpc.{ending}" for part in ("engine", "journal", "ranks") for ending in ("py", "pyi")}
 
 
 def test_generated_code_is_current(tmp_path: Path) -> None:
