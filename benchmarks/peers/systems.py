@@ -1,8 +1,8 @@
 """The systems from outside: processes that answer one after another, and that are at rest while another one is measured.
 
 Knows processes and the protocol of `worker`; not what is asked. A peer that waits is stopped with a signal: threads of some of
-them spin. Ours has heartbeats and is left alone. What every process has taken of the processors is looked at before and after each
-run, so that it is known whether those that waited did rest, and how much went to processes that are none of ours.
+them spin. Ours has heartbeats and is left alone. What every process has taken of the processors is looked at before and after
+each run, so that it is known whether those that waited did rest, and how much went to processes that are none of ours.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Runs under an interpreter that has llama-cpp-python, gguf and numpy, which needs
 and measured with llama-cpp-python 0.3.36. The GGUF is made of the model's own weights first (`gguf_file`).
 
 The requests of a case begin together and are equally long: one decode for all prompts, then one for each further token of all
-sequences. Each sequence has a cache of its own (kv_unified off), else each of them would be compared with the keys of all. The most
-likely token is found with numpy: llama.cpp's sampler copies the whole vocabulary for each token.
+sequences. Each sequence has a cache of its own (kv_unified off), else each of them would be compared with the keys of all. The
+most likely token is found with numpy: llama.cpp's sampler copies the whole vocabulary for each token.
 """
 
 from __future__ import annotations
