@@ -18,6 +18,7 @@ from kilburn.config import (
     Address,
     Dtype,
     ExecutorConfig,
+    ForwardPath,
     GatewayConfig,
     LogConfig,
     LogFormat,
@@ -53,6 +54,7 @@ class ServerOptions:
     device: str
     dtype: Dtype
     attention: str
+    forward: ForwardPath
     block_size: int
     num_blocks: int | None
     kv_memory_bytes: int | None
@@ -98,6 +100,7 @@ class ServerOptions:
             device=self.device,
             dtype=self.dtype,
             attention=self.attention,
+            forward=self.forward,
             block_size=self.block_size,
             num_blocks=self.num_blocks,
             kv_memory_bytes=self.kv_memory_bytes,
@@ -264,6 +267,13 @@ _server_flags: Final = together(
         default="auto",
         help="The backend; auto: triton on a GPU, cpu on a CPU.",
     ),
+    flag(
+        "--forward",
+        type=click.Choice(["auto", "fast", "general"]),
+        default="auto",
+        help="How the model is run: fast is fused native kernels, for the common families on a CPU; general is transformers' "
+        "modules; auto: fast where it can be.",
+    ),
     flag("--block-size", type=Parsed("tokens", _block_size), default="16", help=f"Tokens a block, 1 to {MAX_BLOCK_SIZE}."),
     flag("--num-blocks", type=_COUNT, help="Physical blocks; else as many as fit into --kv-memory."),
     flag("--kv-memory", type=Parsed("size", parse_bytes), help="Such as 2GiB; else a share of what is free."),
@@ -318,6 +328,7 @@ _NAMES: Final = (
         "device",
         "dtype",
         "attention",
+        "forward",
         "block_size",
         "num_blocks",
         "kv_memory",

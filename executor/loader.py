@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import Tensor
 
 from executor import attention, families, probe
 from executor.checkpoint import check_weights, name_some, read_config
 from executor.families import Context
-from kernels.interface import AttentionBackend, AttentionRule, CacheShape
-from kilburn.config import Dtype
+from executor.forward import Forward, GeneralForward
+from executor.fused import FusedForward, FusedWeights, pack_all
+from executor.progress import Progress
+from executor.recipe import NoRecipeError, read
+from kernels.cpu.backend import CpuBackend
+from kernels.interface import AttentionBackend, AttentionRule, CacheShape, KvCache
+from kilburn.config import Dtype, ForwardPath
 from kilburn.errors import StartError
 
 if TYPE_CHECKING:
@@ -25,9 +29,12 @@ _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that was seen to work through block tables."""
+    """A model that was seen to work through block tables, as one of transformers or as fused weights."""
 
-    model: "PreTrainedModel"  # a PreTrainedModel whose attention is executor/attention.py's
+    model: "PreTrainedModel | None"  # its attention is executor/attention.py's
+    fused: FusedWeights | None
+    why_general: str  # why there are no fused weights, or that they are not wanted
+    device: torch.device
     shape: CacheShape
     rules: tuple[AttentionRule, ...]
     context: Context  # the pool may allow less
@@ -35,23 +42,20 @@ class LoadedModel:
     head_rows: int  # rows of the output head: at least vocab_size where a model pads its vocabulary
 
     @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        device: torch.device = self.model.device
-        return device
+    def weights_bytes(self) -> int:
+        """What the weights take."""
+        if self.fused is not None:
+            return self.fused.bytes
+        assert self.model is not None
+        return int(self.model.get_memory_footprint())
 
-    @torch.inference_mode()
-    def logits(self, token_ids: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
-        """Run the rows of one step and return the logits [wanted, vocab_size] of those wanted.
-
-        Args:
-            token_ids: [rows] int64.
-            positions: [rows] int64, of each row in its own sequence.
-            wanted: [n] int64, rows.
-        """
-        output = self.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted)
-        logits: Tensor = output.logits[0]
-        return logits[:, : self.vocab_size]
+    def forward(self, backend: AttentionBackend[Any], cache: KvCache, most_rows: int, progress: Progress) -> Forward:
+        """Return what runs steps of at most so many rows over this pool."""
+        if self.fused is not None:
+            assert isinstance(backend, CpuBackend)
+            return FusedForward(self.fused, backend, cache, self.rules, most_rows, progress.layer_cell)
+        assert self.model is not None
+        return GeneralForward(self.model, backend, cache, self.rules, progress.at_layer)
 
 
 def load(
@@ -62,6 +66,7 @@ def load(
     backend: AttentionBackend[Any],
     block_size: int,
     max_model_len: int | None,
+    forward: ForwardPath = "auto",
 ) -> LoadedModel:
     """Load the model in `folder`, which must be whole, and check that it can be served.
 
@@ -77,18 +82,61 @@ def load(
     model = _model(model_class, folder, config, device, dtype)
     try:
         seen = probe.observe(model, context.tokens)
-        probe.check(model, seen, backend, block_size)
+        trial = probe.expect(model, seen)
+        probe.check(
+            trial, backend, block_size, lambda cache: GeneralForward(model, backend, cache, seen.rules, at_layer=lambda _: None)
+        )
     except StartError as error:
         raise StartError(f"{config.model_type} models can't be served: {error}") from error
     vocabulary = config.get_text_config(decoder=True).vocab_size
+    device = model.device
+    fused, why_general = _fuse(model, backend, context.tokens, forward)
+    if fused is not None:
+        _check_fused(fused, trial, backend, block_size)
     return LoadedModel(
-        model=model,
-        shape=CacheShape(seen.layers, block_size, model.dtype),
+        model=model if fused is None else None,
+        fused=fused,
+        why_general=why_general,
+        device=device,
+        shape=CacheShape(seen.layers, block_size, trial.dtype),
         rules=seen.rules,
         context=context,
         vocab_size=min(vocabulary, seen.head_rows),
         head_rows=seen.head_rows,
     )
+
+
+def _fuse(
+    model: "PreTrainedModel", backend: AttentionBackend[Any], positions: int, wanted: ForwardPath
+) -> tuple[FusedWeights | None, str]:
+    """Return the model's weights for the fast path, which takes them from it, or why it keeps them.
+
+    Raises:
+        StartError: the fast path is asked for by name, and there is none.
+    """
+    if wanted == "general":
+        return None, "it was asked for"
+    try:
+        if not isinstance(backend, CpuBackend):
+            raise NoRecipeError(f"the fast path needs --attention cpu, and this is {backend.name}")
+        if model.dtype not in (torch.float32, torch.bfloat16):
+            raise NoRecipeError("the fast path is for bfloat16 and float32")
+        return pack_all(read(model, positions)), ""
+    except NoRecipeError as error:
+        if wanted == "fast":
+            raise StartError(f"--forward fast can't be had: {error}") from error
+        return None, str(error)
+
+
+def _check_fused(fused: FusedWeights, trial: probe.Trial, backend: AttentionBackend[Any], block_size: int) -> None:
+    assert isinstance(backend, CpuBackend)
+    rows, rules = probe.most_rows(trial), trial.seen.rules
+    try:
+        probe.check(
+            trial, backend, block_size, lambda cache: FusedForward(fused, backend, cache, rules, rows, Progress().layer_cell)
+        )
+    except StartError as error:
+        raise StartError(f"the fast path does not give this model's numbers; give --forward general ({error})") from error
 
 
 def _config(folder: Path) -> "PreTrainedConfig":

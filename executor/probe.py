@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from executor.attention import PAGED, PROBE, PagedStep, attention_calls
+from executor.attention import PROBE, attention_calls
+from executor.forward import Forward
 from kernels.interface import AttentionBackend, AttentionRule, CacheShape, KvCache, LayerShape, StepRows
 from kilburn.errors import StartError
 
@@ -158,22 +159,43 @@ def observe(model: "PreTrainedModel", context_length: int) -> Observation:
     return Observation(tuple(recorder.layers), tuple(recorder.rules), logits.shape[-1])
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Two sequences, and the logits that the model has for them by itself."""
+
+    ids: Tensor  # [2, tokens]
+    expected: Tensor  # [2, tokens, head rows] float32
+    seen: Observation
+    dtype: torch.dtype
+
+
 @torch.inference_mode()
-def check(model: "PreTrainedModel", seen: Observation, backend: AttentionBackend[Any], block_size: int) -> None:
-    """Compare the model through a poisoned little pool with the model by itself.
+def expect(model: "PreTrainedModel", seen: Observation) -> Trial:
+    """Let the model say what it makes of a few tokens by itself.
 
     Raises:
-        StartError: the numbers differ.
+        StartError: what it says are no numbers.
     """
     ids = _ids(model)
     with _implementation(model, "eager"):
         expected = _forward(model, ids, _positions(ids))
-    found = _paged_logits(model, ids, seen, backend, block_size)
     if bool(expected.isnan().any()):
         raise StartError(f"its logits are not numbers in {str(model.dtype).removeprefix('torch.')}; give another --dtype")
+    return Trial(ids, expected, seen, model.dtype)
+
+
+@torch.inference_mode()
+def check(trial: Trial, backend: AttentionBackend[Any], block_size: int, make: Callable[[KvCache], Forward]) -> None:
+    """Compare a way to run the model, through a poisoned little pool, with the model by itself.
+
+    Raises:
+        StartError: the numbers differ.
+    """
+    found = _paged_logits(trial, backend, block_size, make)
+    expected = trial.expected
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
     distances = (found - expected).norm(dim=-1) / spread.clamp(min=_LEAST_SPREAD)
-    if model.dtype == torch.float32:
+    if trial.dtype == torch.float32:
         wrong = not bool((distances <= _TOLERANCE_FLOAT32).all())
     else:
         wrong = not bool(distances.flatten().median() <= _TOLERANCE_HALF)
@@ -184,25 +206,24 @@ def check(model: "PreTrainedModel", seen: Observation, backend: AttentionBackend
         )
 
 
-def _paged_logits(
-    model: "PreTrainedModel", ids: Tensor, seen: Observation, backend: AttentionBackend[Any], block_size: int
-) -> Tensor:
+def _paged_logits(trial: Trial, backend: AttentionBackend[Any], block_size: int, make: Callable[[KvCache], Forward]) -> Tensor:
     """Return the logits of two sequences, computed in uneven chunks side by side, through blocks in no order."""
-    shape = CacheShape(seen.layers, block_size, model.dtype)
+    ids, device = trial.ids, trial.ids.device
+    shape = CacheShape(trial.seen.layers, block_size, trial.dtype)
     tokens = ids.shape[1]
     each = -(-tokens // block_size)
-    frames = torch.full((2 * each + 1, backend.layout(shape).elements), torch.nan, dtype=model.dtype, device=model.device)
-    cache = KvCache(shape, frames)
-    tables = torch.arange(2 * each, dtype=torch.int32, device=model.device).flip(0).reshape(each, 2).T.contiguous()
-    logits = ids.new_zeros(*ids.shape, seen.head_rows, dtype=torch.float32)
+    frames = torch.full((2 * each + 1, backend.layout(shape).elements), torch.nan, dtype=trial.dtype, device=device)
+    forward = make(KvCache(shape, frames))
+    tables = torch.arange(2 * each, dtype=torch.int32, device=device).flip(0).reshape(each, 2).T.contiguous()
+    logits = ids.new_zeros(*ids.shape, trial.seen.head_rows, dtype=torch.float32)
     starts = (0, 0)
     # One sequence ends with a decode, the other has one in between.
     for ends in ((tokens * 5 // 8, tokens * 3 // 8), (tokens - 1, tokens * 3 // 8 + 1), (tokens, tokens)):
         order = sorted((0, 1), key=lambda sequence: ends[sequence] - starts[sequence] > 1)  # decodes first
-        parts = [(sequence, torch.arange(starts[sequence], ends[sequence], device=ids.device)) for sequence in order]
-        positions = torch.cat([part for _, part in parts])[None]
+        parts = [(sequence, torch.arange(starts[sequence], ends[sequence], device=device)) for sequence in order]
+        positions = torch.cat([part for _, part in parts])
         owners = torch.cat([torch.full_like(part, sequence) for sequence, part in parts])
-        slots = tables[owners, positions[0] // block_size].long() * block_size + positions[0] % block_size
+        slots = tables[owners, positions // block_size].long() * block_size + positions % block_size
         rows = StepRows(
             decodes=sum(len(part) == 1 for _, part in parts),
             query_lengths=tuple(len(part) for _, part in parts),
@@ -210,11 +231,19 @@ def _paged_logits(
             tables=tables[order],
             write_slots=slots,
         )
-        step = PagedStep(backend, backend.prepare(cache, rows), model.dtype, seen.rules, at_layer=lambda layer: None)
-        with _implementation(model, PAGED), attention_calls(step):
-            logits[owners, positions[0]] = _forward(model, ids[owners, positions[0]][None], positions)[0]
+        logits[owners, positions] = _run(forward, rows, ids[owners, positions], positions)
         starts = ends
     return logits
+
+
+def most_rows(trial: Trial) -> int:
+    """Return how many rows a step of `check` has at most."""
+    return trial.ids.numel()
+
+
+def _run(forward: Forward, rows: StepRows, ids: Tensor, positions: Tensor) -> Tensor:
+    with _failing():
+        return forward.logits(rows, ids, positions, torch.arange(ids.shape[0], device=ids.device)).float()
 
 
 @contextmanager
@@ -234,13 +263,20 @@ def _forward(model: "PreTrainedModel", ids: Tensor, positions: Tensor) -> Tensor
     Raises:
         StartError: the model can't be run like this.
     """
-    try:
+    with _failing():
         logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        return logits.float()
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Let whatever a model fails with be a StartError."""
+    try:
+        yield
     except StartError:
         raise
     except Exception as error:
         raise StartError(f"it fails on a few tokens: {type(error).__name__}: {_first_line(error)}") from error
-    return logits.float()
 
 
 def _ids(model: "PreTrainedModel") -> Tensor:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.attention import PagedStep, attention_calls
 from executor.batch import MAX_INSPECTED_ENTRIES, Batch, Slots
 from executor.errors import PlanError
 from executor.loader import LoadedModel
@@ -30,6 +29,7 @@ class Runner:
     Args:
         clock_ns: a monotonic clock, for StepTimes.
         poison: fill the blocks that a plan frees with NaN.
+        max_step_tokens: rows of a step at most.
     """
 
     def __init__(
@@ -42,11 +42,13 @@ class Runner:
         progress: Progress,
         clock_ns: Callable[[], int],
         poison: bool,
+        max_step_tokens: int,
     ) -> None:
         self._model = model
         self._backend = backend
         self._pool = pool
         self._cache = KvCache(model.shape, pool.frames)
+        self._forward = model.forward(backend, self._cache, max_step_tokens, progress)
         self._slots = slots
         self._progress = progress
         self._clock_ns = clock_ns
@@ -57,7 +59,7 @@ class Runner:
         """Close all slots and await step 1: a new memmgr knows nothing of the old one's."""
         self._slots.clear()
         self._step = 0
-        self._progress.step = 0
+        self._progress.begin(0)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -69,8 +71,7 @@ class Runner:
         if plan.step != self._step + 1:
             raise PlanError(f"step {plan.step} comes after step {self._step}")
         self._step = plan.step
-        self._progress.layer = 0
-        self._progress.step = plan.step
+        self._progress.begin(plan.step)
         began = self._clock_ns()
         self._slots.check_blocks(plan)
         if plan.swap_outs:
@@ -87,7 +88,7 @@ class Runner:
         rows = self._rows(batch)
         inputs = [self._tensor(part) for part in (batch.token_ids, batch.positions, batch.logit_rows)]
         prepared = self._clock_ns()
-        logits = self._forward(rows, *inputs)
+        logits = self._forward.logits(rows, *inputs)[:, : self._model.vocab_size]
         forwarded = self._clock_ns()
         samples = self._sample(batch, logits)
         times = StepTimes(prepare=prepared - began, forward=forwarded - prepared, sample=self._clock_ns() - forwarded)
@@ -103,20 +104,11 @@ class Runner:
             return Inspection(id=number, faults=faults, checks=checks + 1)
         return Inspection(id=number, slots=self._slots.state(), faults=faults, checks=checks + 1)
 
-    def _forward(self, rows: StepRows, token_ids: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
-        step = PagedStep(
-            self._backend,
-            self._backend.prepare(self._cache, rows),
-            self._model.shape.dtype,
-            self._model.rules,
-            self._progress.at_layer,
-        )
-        with attention_calls(step):
-            return self._model.logits(token_ids, positions, wanted)
-
     def _sample(self, batch: Batch, logits: Tensor) -> Samples:
-        # Several samples may come out of one row.
-        samples = sample(logits[self._tensor(batch.sample_logits)], batch.draws)
+        # Several samples may come out of one row, and they are in the plan's order. Often it is each row, in order: no copy then.
+        if not np.array_equal(batch.sample_logits, np.arange(logits.shape[0])):
+            logits = logits[self._tensor(batch.sample_logits)]
+        samples = sample(logits, batch.draws)
         drawn = [-1 if draw.choices else token for draw, token in zip(batch.draws, samples.token_ids, strict=True)]
         self._slots.sampled(batch.sample_slots, drawn)
         return samples

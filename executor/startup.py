@@ -87,6 +87,7 @@ def ready(config: ExecutorConfig, incarnation: int, progress: Progress, log: Log
         backend=backend,
         block_size=config.block_size,
         max_model_len=config.max_model_len,
+        forward=config.forward,
     )
     size = _pool_size(config, model, backend)
     info = _model_info(config, model, backend, folder, size.blocks)
@@ -108,6 +109,7 @@ def ready(config: ExecutorConfig, incarnation: int, progress: Progress, log: Log
             progress=progress,
             clock_ns=time.perf_counter_ns,
             poison=config.poison,
+            max_step_tokens=limits.max_step_tokens,
         )
         log.info(
             "ready",
@@ -125,7 +127,9 @@ def ready(config: ExecutorConfig, incarnation: int, progress: Progress, log: Log
             pool_sized_by=size.reason,
             pool_file=str(pool.path),
             host_blocks=pool.host_blocks,
-            weights_mib=round(model.model.get_memory_footprint() / MIB, 1),
+            weights_mib=round(model.weights_bytes / MIB, 1),
+            forward="fast" if model.fused else "general",
+            forward_because=model.why_general or None,
         )
         yield Ready(runner, info, limits)
 

@@ -16,6 +16,7 @@ LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Preemption = Literal["recompute", "swap"]
+ForwardPath = Literal["auto", "fast", "general"]
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 
@@ -79,6 +80,7 @@ class ExecutorConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: Dtype = "auto"
     attention: str = "auto"  # auto, or a name that kernels/ knows
+    forward: ForwardPath = "auto"
     block_size: int = 16
     num_blocks: int | None = None
     kv_memory_bytes: int | None = None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import library
-from kernels.cpu.library import AttendCall, CopyCall, Layer, Rows, Strided, WriteCall
+from kernels.cpu.library import AttendCall, CopyCall, Layer, Operation, Rows, Strided, WriteCall
 from kernels.interface import AttentionRule, CacheShape, FrameLayout, KvCache, LayerShape, StepRows
 
 #: Fewer elements of K and V than this are written by one thread: waking another takes as long.
@@ -42,7 +42,7 @@ class PreparedStep:
     write: WriteCall
     keep: tuple[object, ...]
     workspace: Tensor  # what `attend` points to; the backend may have a larger one by now
-    sinks: dict[int, Tensor] = field(default_factory=dict)  # of each layer that has some, as float32
+    sinks: dict[int, Tensor | None] = field(default_factory=dict)  # of each layer that has some, as float32
 
 
 class CpuBackend:
@@ -91,7 +91,7 @@ class CpuBackend:
         )
         threads = torch.get_num_threads()
         attend = AttendCall(rows=native, threads=threads)
-        _give_workspace(attend, self._workspace)
+        give_workspace(attend, self._workspace)
         return PreparedStep(
             cache=cache,
             rows=slots.shape[0],
@@ -130,16 +130,11 @@ class CpuBackend:
         call = prepared.attend
         call.layer, call.output = prepared.layers[layer], output.data_ptr()
         _put(call.queries, own)
-        call.q_heads, call.scale, call.softcap = q_heads, rule.scale, rule.softcap or 0.0
-        call.window = min(rule.window or 0, _MAX_WINDOW)
-        call.sinks = None
-        if rule.sinks is not None:
-            sinks = prepared.sinks[layer] = rule.sinks.to("cpu", torch.float32).contiguous()
-            assert sinks.shape == (q_heads,)
-            call.sinks = sinks.data_ptr()
+        prepared.sinks[layer] = fill_attention(call, rule, q_heads)
         status = self._library.attend(self._number, ctypes.byref(call))
         if status == library.WORKSPACE_TOO_SMALL:
-            self._grow_workspace(prepared)
+            prepared.workspace = self.workspace_for(call)
+            give_workspace(call, prepared.workspace)
             status = self._library.attend(self._number, ctypes.byref(call))
         _check(status)
         return output if queries.dtype is dtype else output.to(queries.dtype)
@@ -187,15 +182,33 @@ class CpuBackend:
     def _elements(self, layer: LayerShape, shape: CacheShape) -> int:
         return self._library.layer_elements(ctypes.byref(_layer(layer, shape, 0, 0)))
 
-    def _grow_workspace(self, prepared: PreparedStep) -> None:
-        need = self._library.attend_workspace(self._number, ctypes.byref(prepared.attend)) + _ALIGNMENT
+    def run(self, operations: "ctypes.Array[Operation]", threads: int, layer: ctypes.c_int32) -> int:
+        """Do a program's operations and return the library's status: kernels/cpu/program.py."""
+        return self._library.run(self._number, operations, len(operations), threads, ctypes.byref(layer))
+
+    def workspace_for(self, call: AttendCall) -> Tensor:
+        """Return memory that this call can work in."""
+        need = self._library.attend_workspace(self._number, ctypes.byref(call)) + _ALIGNMENT
         if need > self._workspace.shape[0]:
             self._workspace = torch.empty(need, dtype=torch.uint8)
-        prepared.workspace = self._workspace
-        _give_workspace(prepared.attend, self._workspace)
+        return self._workspace
 
 
-def _give_workspace(call: AttendCall, workspace: Tensor) -> None:
+def fill_attention(call: AttendCall, rule: AttentionRule, q_heads: int) -> Tensor | None:
+    """Put a layer's rule into its call; what is returned has to be kept as long as the call is used."""
+    call.q_heads, call.scale, call.softcap = q_heads, rule.scale, rule.softcap or 0.0
+    call.window = min(rule.window or 0, _MAX_WINDOW)
+    call.sinks = None
+    if rule.sinks is None:
+        return None
+    sinks = rule.sinks.to("cpu", torch.float32).contiguous()
+    assert sinks.shape == (q_heads,)
+    call.sinks = sinks.data_ptr()
+    return sinks
+
+
+def give_workspace(call: AttendCall, workspace: Tensor) -> None:
+    """Let a call work in this memory."""
     start = workspace.data_ptr()
     call.workspace = start + -start % _ALIGNMENT
     call.workspace_bytes = workspace.shape[0] - -start % _ALIGNMENT

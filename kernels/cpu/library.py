@@ -6,8 +6,8 @@ Threads. Two OpenMP runtimes in one process cost milliseconds a call, and torch'
 the library links to none: it is handed the functions of the one that torch's own code calls. Without one it works on one thread.
 
 The interpreter's lock. A call that gives it up has to get it back, and waits up to 5 ms (`sys.getswitchinterval`) where another
-Python thread is busy. So calls that end well within that keep it (PyDLL); attention and copies, which may take longer, give it up
-(CDLL).
+Python thread is busy. So calls that end well within that keep it (PyDLL); attention, copies and programs, which may take longer,
+give it up (CDLL).
 """
 
 import ctypes
@@ -24,7 +24,7 @@ import torch
 from kernels.cpu import build
 
 #: As kAbi in native/abi.h.
-ABI: Final = 1
+ABI: Final = 2
 
 #: As kMaxTurned in native/abi.h.
 MAX_TURNED: Final = 1024
@@ -134,6 +134,7 @@ class LinearCall(ctypes.Structure):
         ("rows", ctypes.c_int32),
         ("outputs", ctypes.c_int32),
         ("inner", ctypes.c_int32),
+        ("wide", ctypes.c_int32),
         ("threads", ctypes.c_int32),
     )
 
@@ -148,9 +149,11 @@ class NormCall(ctypes.Structure):
         ("output", ctypes.c_void_p),
         ("sum", ctypes.c_void_p),
         ("input_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
         ("residual_stride", ctypes.c_int64),
         ("element", ctypes.c_int32),
         ("rows", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
         ("size", ctypes.c_int32),
         ("epsilon", ctypes.c_float),
         ("threads", ctypes.c_int32),
@@ -188,9 +191,18 @@ class RotateCall(ctypes.Structure):
     )
 
 
+class Operation(ctypes.Structure):
+    """One operation of a program."""
+
+    _fields_ = (("call", ctypes.c_void_p), ("kind", ctypes.c_int32), ("layer", ctypes.c_int32))
+
+
+#: As Kind in native/abi.h.
+KINDS: Final[dict[type[ctypes.Structure], int]] = {LinearCall: 0, NormCall: 1, GateCall: 2, RotateCall: 3, AttendCall: 4}
+
 #: In the order of kilburn_sizeof's argument.
 STRUCTURES: Final[tuple[type[ctypes.Structure], ...]] = (
-    Layer, Rows, Strided, AttendCall, WriteCall, CopyCall, LinearCall, NormCall, GateCall, RotateCall,
+    Layer, Rows, Strided, AttendCall, WriteCall, CopyCall, LinearCall, NormCall, GateCall, RotateCall, Operation,
 )  # fmt: skip
 
 #: What kilburn_use_threads takes: what runs a parallel region in every OpenMP runtime, and what tells a thread its number and how
@@ -219,6 +231,7 @@ class Library:
     rms_norm: Callable[..., int]  # (instructions, call) -> status
     silu_mul: Callable[..., int]  # (instructions, call) -> status
     rotate_write: Callable[..., int]  # (instructions, call) -> status
+    run: Callable[..., int]  # (instructions, operations, count, threads, layer) -> status
     read: Callable[[int, int, int, int], int]  # (instructions, address, bytes, threads) -> exclusive or of all words
 
     def choose(self, wanted: str | None) -> str:
@@ -281,7 +294,8 @@ def load_from(folder: Path) -> Library:
     if not supported:
         raise LibraryError(f"this machine has none of the instruction sets {', '.join(build.INSTRUCTION_SETS)}")
     openmp, why_one_thread = _use_openmp(holding)
-    layer, _, _, attend, write, copy, linear, norm, gate, rotate = (ctypes.POINTER(structure) for structure in STRUCTURES)
+    pointers = [ctypes.POINTER(structure) for structure in STRUCTURES]
+    layer, _, _, attend, write, copy, linear, norm, gate, rotate, operation = pointers
     read = (ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
     return Library(
         path=path,
@@ -297,6 +311,9 @@ def load_from(folder: Path) -> Library:
         rms_norm=_function(holding, "kilburn_rms_norm", ctypes.c_int, ctypes.c_int32, norm),
         silu_mul=_function(holding, "kilburn_silu_mul", ctypes.c_int, ctypes.c_int32, gate),
         rotate_write=_function(holding, "kilburn_rotate_write", ctypes.c_int, ctypes.c_int32, rotate),
+        run=_function(
+            releasing, "kilburn_run", ctypes.c_int, ctypes.c_int32, operation, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
+        ),
         read=_function(releasing, "kilburn_read", ctypes.c_uint64, *read),
     )
 

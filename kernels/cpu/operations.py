@@ -98,7 +98,7 @@ class Operations:
         self.instructions = self._library.choose(instructions)
         self._number = self._library.number(self.instructions)
         # Filled anew by each call, which takes a fraction of making them anew: on one row these microseconds are what is left.
-        self._linear, self._norm, self._gate, self._rotate = LinearCall(), NormCall(), GateCall(), RotateCall()
+        self._linear, self._norm, self._gate, self._rotate = LinearCall(), NormCall(heads=1), GateCall(), RotateCall()
 
     def linear(self, rows: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         """Return rows [n, inner] times weight [outputs, inner] plus bias [outputs], as [n, outputs].

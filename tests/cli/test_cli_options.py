@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cli.options import ServerOptions, server_options
 from cli.supervision import environment
-from kilburn.config import Address, Dtype, LogConfig, LogFormat, LogLevel
+from kilburn.config import Address, Dtype, ForwardPath, LogConfig, LogFormat, LogLevel
 from kilburn.wire import endpoints
 
 
@@ -39,6 +39,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         device="auto",
         dtype="auto",
         attention="auto",
+        forward="auto",
         block_size=16,
         num_blocks=None,
         kv_memory_bytes=None,
@@ -68,7 +69,7 @@ def test_each_flag_reaches_its_configuration(tmp_path: Path) -> None:
             *("--kv-memory", "1.5GiB", "--no-prefix-cache", "--max-model-len", "99", "--max-running", "3"),
             *("--max-waiting", "4", "--max-step-tokens", "5", "--listen", "[::1]:1", "--admin", "h:2"),
             *("--runtime-dir", str(tmp_path), "--pool-dir", "/p", "--poison", "--log-format", "json", "--log-level", "debug"),
-            *("--journal", "/j"),
+            *("--journal", "/j", "--forward", "general"),
         ]
     )
     log = LogConfig("json", "debug")
@@ -76,6 +77,7 @@ def test_each_flag_reaches_its_configuration(tmp_path: Path) -> None:
     assert (memmgr.prefix_cache, memmgr.max_running, memmgr.max_waiting, memmgr.max_step_tokens) == (False, 3, 4, 5)
     assert (memmgr.admin, memmgr.journal) == (Address("h", 2), Path("/j"))
     assert (executor.model, executor.device, executor.dtype, executor.attention) == ("m", "cuda:2", "float16", "triton")
+    assert executor.forward == "general"
     assert (executor.block_size, executor.num_blocks, executor.kv_memory_bytes) == (7, None, 3 * 2**29)
     assert (executor.max_model_len, executor.max_running, executor.max_step_tokens) == (99, 3, 5)
     assert (executor.pool_dir, executor.poison) == (Path("/p"), True)
@@ -107,6 +109,7 @@ options_of_any_kind = st.builds(
     device=st.sampled_from(["auto", "cpu", "cuda", "cuda:3"]),
     dtype=st.sampled_from(get_args(Dtype)),
     attention=st.sampled_from(["auto", "reference"]),
+    forward=st.sampled_from(get_args(ForwardPath)),
     block_size=st.integers(1, 1024),
     num_blocks=st.none() | counts,
     kv_memory_bytes=st.none() | counts,

@@ -44,7 +44,7 @@ def default_model() -> None:
 
 @pytest.fixture(scope="session")
 def _tiny_system(tiny: Path) -> Iterator[System]:
-    with System({"model": tiny, "device": "cpu", "num_blocks": 1024}, threads=1) as system:
+    with System({"model": tiny, "device": "cpu", "num_blocks": 4096}, threads=1) as system:
         yield system
 
 

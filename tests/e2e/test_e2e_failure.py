@@ -21,7 +21,7 @@ pytestmark = pytest.mark.processes
 NOTICED_SECONDS = 5.0
 
 #: More tokens than there is time for.
-ENDLESS = 4000
+ENDLESS = 16_000
 
 STREAMS = 3
 

@@ -19,7 +19,7 @@ from executor.progress import Progress
 from executor.runner import Runner
 from kernels.interface import AttentionBackend
 from kernels.reference import ReferenceBackend
-from kilburn.config import Dtype
+from kilburn.config import Dtype, ForwardPath
 from kilburn.v1.engine_pb2 import Chunk, PoolHeader, SamplingParams, SlotOpen, StepResult
 from kilburn.v1.inference_pb2 import TokenLogprob
 from tests.executor.executor_help import Tables, plan
@@ -29,10 +29,22 @@ PROMPTS = ([5, 17, 3, 88, 42, 9, 61, 2, 2, 70, 31, 8, 19], [1], [96, 4, 50, 23, 
 
 
 def load_here(
-    folder: Path, block_size: int, backend: AttentionBackend[Any] | None = None, dtype: Dtype = "float32"
+    folder: Path,
+    block_size: int,
+    backend: AttentionBackend[Any] | None = None,
+    dtype: Dtype = "float32",
+    forward: ForwardPath = "auto",
 ) -> LoadedModel:
     """Load a model; what is not said is the reference, in float32."""
-    return load(folder, device=CPU, dtype=dtype, backend=backend or ReferenceBackend(), block_size=block_size, max_model_len=None)
+    return load(
+        folder,
+        device=CPU,
+        dtype=dtype,
+        backend=backend or ReferenceBackend(),
+        block_size=block_size,
+        max_model_len=None,
+        forward=forward,
+    )
 
 
 def in_blocks_of(model: LoadedModel, block_size: int) -> LoadedModel:
@@ -71,6 +83,7 @@ class Rig:
             progress=self.progress,
             clock_ns=lambda: next(ticks),
             poison=True,
+            max_step_tokens=256,
         )
 
     def run(

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from executor import families
 from executor.loader import LoadedModel, load
-from kernels.interface import LayerShape
+from executor.progress import Progress
+from kernels.interface import KvCache, LayerShape, StepRows
 from kernels.registry import create
 from kilburn.config import Dtype
 from kilburn.errors import StartError
@@ -22,6 +24,12 @@ CPU = torch.device("cpu")
 
 def load_here(folder: Path, *, dtype: Dtype = "auto", max_model_len: int | None = None) -> LoadedModel:
     return load(folder, device=CPU, dtype=dtype, backend=create("reference"), block_size=5, max_model_len=max_model_len)
+
+
+def of_transformers(model: LoadedModel) -> Any:
+    """Return the model as transformers has it, which there is on the general path."""
+    assert model.model is not None
+    return model.model
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +61,8 @@ def test_what_is_found_out_about_a_model(llama: Path) -> None:
     assert [rule.window for rule in model.rules] == [None] * 3
     assert model.rules[0].scale == pytest.approx(8**-0.5)
     assert (model.context, model.vocab_size) == (families.Context(256, "the model"), VOCAB)
-    assert not any(parameter.requires_grad for parameter in model.model.parameters())
-    assert not model.model.training
+    assert not any(parameter.requires_grad for parameter in of_transformers(model).parameters())
+    assert not of_transformers(model).training
 
 
 @pytest.mark.parametrize(
@@ -98,7 +106,7 @@ def test_softcap_scale_and_sinks(tmp_path: Path) -> None:
 )
 def test_the_dtype_is_the_models_or_the_users(stored: torch.dtype, asked: Dtype, expected: torch.dtype, tmp_path: Path) -> None:
     model = load_here(save_tiny(tmp_path, dtype=stored), dtype=asked)
-    assert model.model.dtype == model.shape.dtype == expected
+    assert of_transformers(model).dtype == model.shape.dtype == expected
 
 
 def test_the_context_is_the_shorter_of_the_models_and_the_users(llama: Path) -> None:
@@ -120,14 +128,14 @@ def test_the_context_ends_where_a_sequence_would_change_anothers_numbers(rope_ty
 
 
 def test_only_the_wanted_rows_go_through_the_head(llama: Path) -> None:
-    from executor.attention import attention_calls
-
-    model = load_here(llama)
-    with attention_calls(lambda module, query, key, value, mask, options: query.transpose(1, 2)):
-        ids, positions = torch.arange(6), torch.arange(6)
-        every = model.logits(ids, positions, torch.arange(6))
-        some = model.logits(ids, positions, torch.tensor([4, 1]))
-        none = model.logits(ids, positions, torch.tensor([], dtype=torch.int64))
+    model, backend = load_here(llama), create("reference")
+    frames = torch.zeros(3, backend.layout(model.shape).elements)
+    rows = StepRows(0, (6,), (6,), torch.tensor([[0, 1]], dtype=torch.int32), torch.arange(6))
+    forward = model.forward(backend, KvCache(model.shape, frames), 6, Progress())
+    ids, positions = torch.arange(6), torch.arange(6)
+    every = forward.logits(rows, ids, positions, torch.arange(6)).clone()
+    some = forward.logits(rows, ids, positions, torch.tensor([4, 1])).clone()
+    none = forward.logits(rows, ids, positions, torch.tensor([], dtype=torch.int64))
     torch.testing.assert_close(some, every[[4, 1]])
     assert none.shape == (0, VOCAB)
 
@@ -241,14 +249,14 @@ def test_a_stored_head_of_a_tied_model_is_what_transformers_makes_of_it(own: boo
     tensors["lm_head.weight"] = (embeddings.flip(0) if own else embeddings).clone()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).get_output_embeddings().weight
-    assert torch.equal(load_here(tmp_path).model.get_output_embeddings().weight, expected)
+    assert torch.equal(of_transformers(load_here(tmp_path)).get_output_embeddings().weight, expected)
 
 
 def test_files_that_the_index_does_not_name_are_ignored(folder: Path) -> None:
     first = load_file(shard(folder, 0))
     save_file({name: tensor * 0 for name, tensor in first.items()}, folder / "a-stray.safetensors", metadata={"format": "pt"})
     (folder / "z-stray.safetensors").write_bytes(b"not even one")
-    found = load_here(folder).model.state_dict()
+    found = of_transformers(load_here(folder)).state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in first.items())
 
 

@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.cpu.backend import CpuBackend
 from kernels.interface import AttentionBackend
 from kilburn.v1.engine_pb2 import Chunk, SamplingParams, SlotOpen
 from tests.executor.executor_help import VOCAB, greedy, sampling, save_tiny
 from tests.executor.rig import PROMPTS, Rig, in_blocks_of, load_here
+from tests.kernels import backends
 
 OUTPUTS = 12
 
@@ -29,6 +31,7 @@ class Asked:
     folder: Path
     prompts: Sequence[list[int]]
     answers: list[list[int]]
+    is_common: bool  # is there a fast path for it?
 
 
 FAMILIES: list[tuple[str, dict[str, object]]] = [
@@ -36,12 +39,14 @@ FAMILIES: list[tuple[str, dict[str, object]]] = [
     ("Llama", {"num_key_value_heads": 1, "head_dim": 12, "attention_bias": True}),
     ("Qwen2", {}),
     ("Qwen3", {"head_dim": 16}),
-    ("Mistral", {"sliding_window": 6}),
+    ("Mistral", {"sliding_window": 6, "head_dim": 12}),
     ("Gemma2", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0}),
     ("GPT2", {"num_key_value_heads": 4, "n_positions": 128}),
     ("StableLm", {}),
     ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     ("Phi3", {}),
+    ("Phi3", {"partial_rotary_factor": 0.5, "head_dim": 8, "tie_word_embeddings": True}),
+    ("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
     ("GPTNeoX", {}),
     ("Mixtral", {"num_local_experts": 4}),
     ("GptOss", {"head_dim": 8, "num_local_experts": 4, "sliding_window": 5}),
@@ -69,15 +74,25 @@ FAMILIES: list[tuple[str, dict[str, object]]] = [
 def member(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Asked:
     """Return a model of a family; made once for all backends."""
     folder = save_tiny(tmp_path_factory.mktemp("family"), *request.param)
-    return Asked(folder, PROMPTS, [greedy(folder, prompt, OUTPUTS) for prompt in PROMPTS])
+    is_common = request.param[0] in {"Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "SmolLM3"}
+    return Asked(folder, PROMPTS, [greedy(folder, prompt, OUTPUTS) for prompt in PROMPTS], is_common)
 
 
 def test_tokens_are_those_of_transformers(member: Asked, backend: AttentionBackend[Any]) -> None:
     """Chunks and decodes mixed, tables in no order, blocks of three sizes, everything unwritten being NaN."""
     model = load_here(member.folder, 7, backend)
+    assert (model.fused is not None) == (isinstance(backend, CpuBackend) and member.is_common), model.why_general
     for block_size, chunk in ((1, 4), (7, 5), (16, 40)):
         rig = Rig(in_blocks_of(model, block_size), backend)
         assert rig.generate(PROMPTS, OUTPUTS, chunk, [sampling()] * len(PROMPTS)) == member.answers
+
+
+def test_the_general_path_gives_the_same(member: Asked) -> None:
+    """On the native kernels, by the modules of transformers; the other tests take the fast path there where it can be had."""
+    backend = backends.make(backends.NATIVE[-1]).backend
+    model = load_here(member.folder, 7, backend, forward="general")
+    assert model.fused is None
+    assert Rig(model, backend).generate(PROMPTS, OUTPUTS, 5, [sampling()] * len(PROMPTS)) == member.answers
 
 
 WINDOWS: list[tuple[str, dict[str, object]]] = [
@@ -93,7 +108,8 @@ def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """Return a model whose layers, so many of them, have a window of 32; made once for all backends."""
     folder = save_tiny(tmp_path_factory.mktemp("windowed"), *request.param)
     prompts = [[(length * 7 + at * at * 5) % VOCAB for at in range(length)] for length in (20, 32, 33, 100)]
-    return Asked(folder, prompts, [greedy(folder, prompt, OUTPUTS) for prompt in prompts])
+    is_common = request.param[0] != "Gemma2"
+    return Asked(folder, prompts, [greedy(folder, prompt, OUTPUTS) for prompt in prompts], is_common)
 
 
 def test_prompts_around_the_edge_of_a_window(windowed: Asked, backend: AttentionBackend[Any]) -> None:

@@ -127,6 +127,7 @@ def test_log_probabilities_are_of_the_raw_distribution(llama: LoadedModel, backe
     chunk = Chunk(slot=0, token_ids=PROMPTS[0], new_blocks=rig.tables.grow(0, len(PROMPTS[0])))
     result = rig.run(opens=[SlotOpen(slot=0, sampling=params)], chunks=[chunk], samples=[(0, 0, 0)])
     (found,) = result.logprobs
+    assert llama.model is not None
     llama.model.set_attn_implementation("eager")
     with torch.inference_mode():
         expected = torch.log_softmax(llama.model(torch.tensor([PROMPTS[0]])).logits[0, -1], -1)

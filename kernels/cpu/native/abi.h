@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-constexpr int32_t kAbi = 1;
+constexpr int32_t kAbi = 2;
 
 // The dtype of a pool, and of all that is read from it, written to it or computed with it.
 enum Element : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
@@ -89,20 +89,24 @@ struct LinearCall {
   int32_t rows;
   int32_t outputs;
   int32_t inner;
+  int32_t wide;  // 1: the output is of float32, whatever the element
   int32_t threads;
 };
 
-// sum = input + residual; output = weight * sum / sqrt(mean of the sum's squares + epsilon).
+// sum = input + residual; output = weight * sum / sqrt(mean of the sum's squares + epsilon). Each row may have several heads, which
+// are normed one by one: `size` is a head's then, and there is no residual.
 struct NormCall {
-  const char* input;     // [rows, size]
+  const char* input;     // [rows, heads, size]
   const char* residual;  // [rows, size], or null: then sum is the input, and not written
   const char* weight;    // [size]
-  char* output;          // [rows, size]
+  char* output;          // [rows, heads, size]
   char* sum;             // [rows, size]
   int64_t input_stride;
+  int64_t head_stride;  // of the input
   int64_t residual_stride;
   int32_t element;
   int32_t rows;
+  int32_t heads;
   int32_t size;
   float epsilon;
   int32_t threads;
@@ -135,6 +139,15 @@ struct RotateCall {
   int32_t q_heads;
   int32_t rotary;
   int32_t interleaved;
+};
+
+// One of the operations of a program, which are done in order: each reads what those before it wrote.
+enum Kind : int32_t { kLinear = 0, kNorm = 1, kGate = 2, kRotate = 3, kAttend = 4 };
+
+struct Operation {
+  const void* call;  // the structure that goes with the kind
+  int32_t kind;
+  int32_t layer;  // told while it is done
 };
 
 // What one instruction set has to offer. Bodies of parallel regions: each is called by every thread of `threads` with its number.

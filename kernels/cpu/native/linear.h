@@ -99,8 +99,11 @@ __attribute__((noinline)) void multiply(const LinearCall& call, int row, int64_t
     const int count = left < 16 ? static_cast<int>(left) : 16;
     const Lanes bias = call.bias ? load_elements<E>(call.bias + first * kSize, count) : zero();
     for (int i = 0; i < kRows; i++) {
-      char* output = call.output + (static_cast<int64_t>(row + i) * call.outputs + first) * kSize;
-      store_elements<E>(output, sums[i][wide] + bias, count);
+      const int64_t at = static_cast<int64_t>(row + i) * call.outputs + first;
+      if (call.wide)
+        store_elements<kFloat32>(call.output + at * kBytes<kFloat32>, sums[i][wide] + bias, count);
+      else
+        store_elements<E>(call.output + at * kSize, sums[i][wide] + bias, count);
     }
   }
 }

@@ -2,6 +2,7 @@
 //
 // Compiled for any x86-64: what needs more lies behind a table of `Kernels` of the instruction set that the caller asks for.
 // Arguments are what kernels/cpu/backend.py has checked; only what would write out of bounds is looked at again.
+#include <sched.h>
 #include <string.h>
 
 #include "abi.h"
@@ -85,16 +86,84 @@ int parallel(int threads, const Body& body) {
   return region.threads;
 }
 
+enum Status : int { kDone = 0, kUnsupported = 1, kWorkspaceTooSmall = 2 };
+
+void begin_attending(const AttendCall& call) {
+  memset(call.workspace, 0, sizeof(int64_t));  // the counter of pieces
+}
+
+// Where all threads of a region wait for one another. They spin, as it is for a fraction of a microsecond; whoever waits for long
+// waits for a thread that has lost its core, and gives up its own in between.
+class Barrier {
+ public:
+  void wait(int threads) {
+    if (threads == 1) return;
+    const int phase = __atomic_load_n(&phase_, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&waiting_, 1, __ATOMIC_ACQ_REL) == threads) {
+      __atomic_store_n(&waiting_, 0, __ATOMIC_RELAXED);
+      __atomic_store_n(&phase_, phase + 1, __ATOMIC_RELEASE);
+      return;
+    }
+    for (int spins = 0; __atomic_load_n(&phase_, __ATOMIC_ACQUIRE) == phase; spins++) {
+      __builtin_ia32_pause();
+      if (spins >= kSpins) sched_yield();
+    }
+  }
+
+ private:
+  static constexpr int kSpins = 2000;  // some tens of microseconds
+
+  alignas(64) int waiting_ = 0;
+  alignas(64) int phase_ = 0;
+};
+
+// The most threads that an operation is for.
+int threads_of(const Operation& operation) {
+  switch (operation.kind) {
+    case kLinear: return static_cast<const LinearCall*>(operation.call)->threads;
+    case kNorm: return static_cast<const NormCall*>(operation.call)->threads;
+    case kGate: return static_cast<const GateCall*>(operation.call)->threads;
+    case kRotate: return static_cast<const RotateCall*>(operation.call)->write.threads;
+    default: return static_cast<const AttendCall*>(operation.call)->threads;
+  }
+}
+
+// Why an operation can't be done; kDone: it can.
+Status fault_of(const Kernels& kernels, const Operation& operation) {
+  const auto of = [](bool fits) { return fits ? kDone : kUnsupported; };
+  switch (operation.kind) {
+    case kLinear: return of(static_cast<const LinearCall*>(operation.call)->element != kFloat16);
+    case kNorm: return of(static_cast<const NormCall*>(operation.call)->element != kFloat16);
+    case kGate: return of(static_cast<const GateCall*>(operation.call)->element != kFloat16);
+    case kRotate: return of(static_cast<const RotateCall*>(operation.call)->write.layer.key_size <= kMaxTurned);
+    case kAttend: {
+      const auto& call = *static_cast<const AttendCall*>(operation.call);
+      return kernels.workspace(call) <= call.workspace_bytes ? kDone : kWorkspaceTooSmall;
+    }
+    default: return kUnsupported;
+  }
+}
+
+void do_share(const Kernels& kernels, const Operation& operation, int thread, int threads) {
+  switch (operation.kind) {
+    case kLinear: return kernels.linear(*static_cast<const LinearCall*>(operation.call), thread, threads);
+    case kNorm: return kernels.rms_norm(*static_cast<const NormCall*>(operation.call), thread, threads);
+    case kGate: return kernels.silu_mul(*static_cast<const GateCall*>(operation.call), thread, threads);
+    case kRotate: return kernels.rotate_write(*static_cast<const RotateCall*>(operation.call), thread, threads);
+    default: return kernels.attend(*static_cast<const AttendCall*>(operation.call), thread, threads);
+  }
+}
+
 }  // namespace
 
-enum Status : int { kDone = 0, kUnsupported = 1, kWorkspaceTooSmall = 2 };
 
 EXPORT int32_t kilburn_abi() { return kAbi; }
 
 // Sizes of the structures of abi.h in their order there; 0 behind the last.
 EXPORT int64_t kilburn_sizeof(int32_t structure) {
   constexpr int64_t kSizes[] = {sizeof(Layer),    sizeof(Rows),       sizeof(Strided),  sizeof(AttendCall), sizeof(WriteCall),
-                                sizeof(CopyCall), sizeof(LinearCall), sizeof(NormCall), sizeof(GateCall),   sizeof(RotateCall)};
+                                sizeof(CopyCall), sizeof(LinearCall), sizeof(NormCall), sizeof(GateCall),   sizeof(RotateCall),
+                                sizeof(Operation)};
   return structure < 0 || structure >= int32_t(sizeof kSizes / sizeof *kSizes) ? 0 : kSizes[structure];
 }
 
@@ -121,7 +190,7 @@ EXPORT int kilburn_attend(int32_t instructions, const AttendCall* call) {
   const Kernels* kernels = kernels_of(instructions);
   if (!kernels) return kUnsupported;
   if (kernels->workspace(*call) > call->workspace_bytes) return kWorkspaceTooSmall;
-  memset(call->workspace, 0, sizeof(int64_t));  // the counter of pieces
+  begin_attending(*call);
   const int threads = parallel(call->threads, [&](int thread, int count) { kernels->attend(*call, thread, count); });
   kernels->merge(*call, threads);
   return kDone;
@@ -173,6 +242,34 @@ EXPORT int kilburn_rotate_write(int32_t instructions, const RotateCall* call) {
   const Kernels* kernels = kernels_of(instructions);
   if (!kernels || call->write.layer.key_size > kMaxTurned) return kUnsupported;
   parallel(call->write.threads, [&](int thread, int count) { kernels->rotate_write(*call, thread, count); });
+  return kDone;
+}
+
+// Do operations one after the other, in one parallel region, and tell in `layer` where they are.
+EXPORT int kilburn_run(int32_t instructions, const Operation* operations, int64_t count, int32_t threads, int32_t* layer) {
+  const Kernels* kernels = kernels_of(instructions);
+  if (!kernels) return kUnsupported;
+  for (int64_t i = 0; i < count; i++)
+    if (const int fault = fault_of(*kernels, operations[i])) return fault;
+  const auto prepare = [&](int64_t i) {
+    if (i < count && operations[i].kind == kAttend) begin_attending(*static_cast<const AttendCall*>(operations[i].call));
+  };
+  prepare(0);
+  Barrier barrier;
+  parallel(threads, [&](int thread, int came) {
+    for (int64_t i = 0; i < count; i++) {
+      const Operation& operation = operations[i];
+      const int most = threads_of(operation), sharing = most < came ? most : came;
+      if (thread == 0) __atomic_store_n(layer, operation.layer, __ATOMIC_RELAXED);
+      if (thread < sharing) do_share(*kernels, operation, thread, sharing);
+      if (operation.kind == kAttend) {
+        barrier.wait(came);
+        if (thread == 0) kernels->merge(*static_cast<const AttendCall*>(operation.call), sharing);
+      }
+      if (thread == 0) prepare(i + 1);
+      barrier.wait(came);
+    }
+  });
   return kDone;
 }
 

@@ -13,7 +13,7 @@ namespace KILBURN_ISA {
 template <Element E>
 ALWAYS_INLINE void norm_row(const NormCall& call, int64_t row) {
   constexpr int kSize = kBytes<E>;
-  const char* input = call.input + row * call.input_stride;
+  const char* input = call.input + row / call.heads * call.input_stride + row % call.heads * call.head_stride;
   const char* residual = call.residual ? call.residual + row * call.residual_stride : nullptr;
   char* sum = call.residual ? call.sum + row * call.size * kSize : nullptr;
   char* output = call.output + row * call.size * kSize;
@@ -41,7 +41,7 @@ ALWAYS_INLINE void norm_row(const NormCall& call, int64_t row) {
 
 template <Element E>
 void rms_norm(const NormCall& call, int thread, int threads) {
-  const int64_t rows = call.rows, end = rows * (thread + 1) / threads;
+  const int64_t rows = static_cast<int64_t>(call.rows) * call.heads, end = rows * (thread + 1) / threads;
   for (int64_t row = rows * thread / threads; row < end; row++) norm_row<E>(call, row);
 }
 
