@@ -65,6 +65,16 @@ class Batch:
     draws: tuple[Draw, ...]  # [samples]
 
 
+@dataclass(frozen=True, slots=True)
+class _Advance:
+    """A plan's chunks in the batch's order: decodes first."""
+
+    order: Ints  # [chunks]: where each is in the plan
+    slots: Ints  # [chunks]
+    query_lengths: Ints  # [chunks]
+    token_ids: Ints  # [rows]
+
+
 class Slots:
     """The sequences that are open: table, length, last token and sampling of each, as arrays over all slots."""
 
@@ -72,6 +82,7 @@ class Slots:
         self._limits = limits
         self._scratch = limits.num_blocks
         self._open: dict[int, tuple[Sampling, int]] = {}  # slot -> its sampling, and its index among its request's sequences
+        self._is_open = np.zeros(limits.max_slots, dtype=bool)  # the same once more
         self._started = np.zeros(limits.max_slots, dtype=bool)
         self._lengths = np.zeros(limits.max_slots, dtype=np.int64)
         self._last_tokens = np.full(limits.max_slots, -1, dtype=np.int64)
@@ -124,14 +135,7 @@ class Slots:
         samples = _sample_slots(plan)
         if not plan.chunks:
             return None
-        # The order in the batch; stable, so that it is the plan's where it can be.
-        order = sorted(range(len(plan.chunks)), key=lambda number: max(len(plan.chunks[number].token_ids), 1) > 1)
-        chunks = [plan.chunks[number] for number in order]
-        slots = np.array([chunk.slot for chunk in chunks], dtype=np.int64)
-        if len(set(slots.tolist())) != len(slots):
-            raise PlanError("a slot has two chunks in one plan")
-        tokens = [self._advance(chunk) for chunk in chunks]
-        return self._batch(plan, order, slots, tokens, samples)
+        return self._batch(plan, samples, self._advance(plan.chunks))
 
     def sampled(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
         """Remember what was sampled for each slot, for the chunk that names no ids; -1 where nothing was drawn."""
@@ -166,7 +170,7 @@ class Slots:
             raise PlanError(f"slot {slot} is closed, but it is not open")
         self._tables[slot, : self._entries[slot]] = self._scratch
         self._entries[slot] = self._lengths[slot] = 0
-        self._started[slot] = False
+        self._started[slot] = self._is_open[slot] = False
         self._last_tokens[slot] = -1
 
     def _open_slot(self, opening: SlotOpen) -> None:
@@ -174,32 +178,57 @@ class Slots:
             raise PlanError(f"slot {opening.slot} is opened; there are {self._limits.max_slots}")
         if opening.slot in self._open:
             raise PlanError(f"slot {opening.slot} is opened, but it is open")
+        self._is_open[opening.slot] = True
         self._open[opening.slot] = (read_sampling(opening.sampling), opening.index)
 
-    def _advance(self, chunk: Chunk) -> Ints:
-        """Take a chunk's blocks and tokens into its slot; return the token ids to compute."""
-        slot = chunk.slot
-        if slot not in self._open:
-            raise PlanError(f"a chunk names slot {slot}, which is not open")
-        if self._started[slot] and chunk.start != self._lengths[slot]:
-            raise PlanError(f"slot {slot} holds {self._lengths[slot]} tokens, and its chunk starts at {chunk.start}")
-        self._extend_table(slot, chunk)
-        if chunk.token_ids:
-            tokens = np.array(chunk.token_ids, dtype=np.int64)
-            if tokens.max() >= self._limits.vocab_size:
-                raise PlanError(f"token {tokens.max()}; the vocabulary has {self._limits.vocab_size}")
-        else:
-            tokens = self._last_tokens[slot : slot + 1].copy()
-            if tokens[0] < 0:
-                raise PlanError(f"slot {slot} has sampled nothing that it could go on with")
-        end = chunk.start + len(tokens)
-        if end > self._limits.context_length:
-            raise PlanError(f"slot {slot} would reach {end} tokens; the context has {self._limits.context_length}")
-        if end > self._entries[slot] * self._limits.block_size:
-            raise PlanError(f"slot {slot} would reach {end} tokens in {self._entries[slot]} blocks")
-        self._lengths[slot] = end
-        self._started[slot] = True
-        return tokens
+    def _advance(self, chunks: Sequence[Chunk]) -> "_Advance":
+        """Take the chunks' blocks and tokens into their slots.
+
+        A step of decodes has many chunks, and each has next to nothing: all that can be is done for all of them at once.
+        """
+        slots = np.array([chunk.slot for chunk in chunks], dtype=np.int64)
+        named = set(slots.tolist())
+        if len(named) != len(slots):
+            raise PlanError("a slot has two chunks in one plan")
+        if not named <= self._open.keys():
+            raise PlanError(f"a chunk names slot {min(named - self._open.keys())}, which is not open")
+        starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+        for number in _where(self._started[slots] & (starts != self._lengths[slots])):
+            slot = slots[number]
+            raise PlanError(f"slot {slot} holds {self._lengths[slot]} tokens, and its chunk starts at {starts[number]}")
+        for chunk in chunks:
+            if chunk.new_blocks or chunk.edits:
+                self._extend_table(chunk.slot, chunk)
+        counts = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int64)
+        going_on = counts == 0
+        for number in _where(going_on & (self._last_tokens[slots] < 0)):
+            raise PlanError(f"slot {slots[number]} has sampled nothing that it could go on with")
+        counts[going_on] = 1
+        ends = starts + counts
+        for number in _where(ends > self._limits.context_length):
+            raise PlanError(
+                f"slot {slots[number]} would reach {ends[number]} tokens; the context has {self._limits.context_length}"
+            )
+        for number in _where(ends > self._entries[slots] * self._limits.block_size):
+            slot = slots[number]
+            raise PlanError(f"slot {slot} would reach {ends[number]} tokens in {self._entries[slot]} blocks")
+        rows = int(counts.sum())
+        if rows > self._limits.max_step_tokens:
+            raise PlanError(f"a plan of {rows} rows; at most {self._limits.max_step_tokens} were agreed on")
+        self._lengths[slots] = ends
+        self._started[slots] = True
+        # The order in the batch; stable, so that it is the plan's where it can be.
+        order = np.argsort(counts > 1, kind="stable")
+        slots, counts = slots[order], counts[order]
+        firsts = counts.cumsum() - counts
+        tokens = np.empty(rows, dtype=np.int64)
+        tokens[firsts] = self._last_tokens[slots]
+        for first, count, number in zip(firsts.tolist(), counts.tolist(), order.tolist(), strict=True):
+            if not going_on[number]:
+                tokens[first : first + count] = chunks[number].token_ids
+        if tokens.max() >= self._limits.vocab_size:
+            raise PlanError(f"token {tokens.max()}; the vocabulary has {self._limits.vocab_size}")
+        return _Advance(order, slots, counts, tokens)
 
     def _extend_table(self, slot: int, chunk: Chunk) -> None:
         first = int(self._entries[slot])
@@ -226,12 +255,10 @@ class Slots:
 
     # ---------------------------------------------------------------------------------------------------------- rows
 
-    def _batch(self, plan: StepPlan, order: list[int], slots: Ints, tokens: list[Ints], samples: tuple[int, ...]) -> Batch:
+    def _batch(self, plan: StepPlan, samples: tuple[int, ...], advance: "_Advance") -> Batch:
         block_size = self._limits.block_size
-        query_lengths = np.array([len(part) for part in tokens], dtype=np.int64)
-        rows = int(query_lengths.sum())
-        if rows > self._limits.max_step_tokens:
-            raise PlanError(f"a plan of {rows} rows; at most {self._limits.max_step_tokens} were agreed on")
+        slots, query_lengths, token_ids = advance.slots, advance.query_lengths, advance.token_ids
+        rows = len(token_ids)
         ends = query_lengths.cumsum()
         contexts = self._lengths[slots]
         # Row r of a sequence whose rows end at `end`, and whose context then has `context` tokens, is token context - end + r.
@@ -239,22 +266,25 @@ class Slots:
         width = int(-(-contexts.max() // block_size))
         blocks = self._tables[np.repeat(slots, query_lengths), positions // block_size].astype(np.int64)
         write_slots = blocks * block_size + positions % block_size
-        if len(np.unique(write_slots)) != rows:
+        if len(set(write_slots.tolist())) != rows:
             raise PlanError("two rows write the same slot of a block")
-        last_rows = np.empty(len(order), dtype=np.int64)
-        last_rows[order] = ends - 1
+        last_rows = np.empty(len(slots), dtype=np.int64)
+        last_rows[advance.order] = ends - 1
         sampled = last_rows[np.array([sample.chunk for sample in plan.samples], dtype=np.int64)]
-        logit_rows, sample_logits = np.unique(sampled, return_inverse=True)
+        if bool((sampled[1:] > sampled[:-1]).all()):
+            logit_rows, sample_logits = sampled, np.arange(len(sampled))
+        else:
+            logit_rows, sample_logits = np.unique(sampled, return_inverse=True)
         return Batch(
-            token_ids=np.concatenate(tokens),
+            token_ids=token_ids,
             positions=positions,
-            decodes=int((query_lengths == 1).sum()),
+            decodes=int(np.count_nonzero(query_lengths == 1)),
             query_lengths=tuple(query_lengths.tolist()),
             context_lengths=tuple(contexts.tolist()),
             tables=self._tables[slots, :width],
             write_slots=write_slots,
             logit_rows=logit_rows,
-            sample_logits=sample_logits.astype(np.int64),
+            sample_logits=sample_logits,
             sample_slots=samples,
             draws=tuple(self._draw(sample) for sample in plan.samples),
         )
@@ -271,6 +301,11 @@ class Slots:
         # Negative numbers can't come over the wire.
         if blocks and max(blocks) >= self._limits.num_blocks:
             raise PlanError(f"block {max(blocks)}; the pool has {self._limits.num_blocks}")
+
+
+def _where(found: npt.NDArray[np.bool_]) -> Sequence[int]:
+    """Return where something is true; mostly it is nowhere."""
+    return found.nonzero()[0].tolist() if found.any() else ()
 
 
 def read_sampling(params: SamplingParams) -> Sampling:

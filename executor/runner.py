@@ -17,7 +17,9 @@ from executor.loader import LoadedModel
 from executor.logprobs import LogProb
 from executor.pool import Pool
 from executor.progress import Progress
-from executor.sampler import Samples, sample
+from executor.sampler import Samples, sample, torch_peaks
+from kernels.cpu.backend import CpuBackend
+from kernels.cpu.operations import Operations
 from kernels.interface import AttentionBackend, KvCache, StepRows
 from kilburn.v1.engine_pb2 import BlockCopy, Inspection, SampleChoices, SampleLogprob, StepPlan, StepResult, StepTimes
 from kilburn.v1.inference_pb2 import Alternative, TokenLogprob
@@ -49,6 +51,7 @@ class Runner:
         self._pool = pool
         self._cache = KvCache(model.shape, pool.frames)
         self._forward = model.forward(backend, self._cache, max_step_tokens, progress)
+        self._find_peaks = Operations(backend.instructions).peaks if isinstance(backend, CpuBackend) else torch_peaks
         self._slots = slots
         self._progress = progress
         self._clock_ns = clock_ns
@@ -108,7 +111,7 @@ class Runner:
         # Several samples may come out of one row, and they are in the plan's order. Often it is each row, in order: no copy then.
         if not np.array_equal(batch.sample_logits, np.arange(logits.shape[0])):
             logits = logits[self._tensor(batch.sample_logits)]
-        samples = sample(logits, batch.draws)
+        samples = sample(logits, batch.draws, self._find_peaks)
         drawn = [-1 if draw.choices else token for draw, token in zip(batch.draws, samples.token_ids, strict=True)]
         self._slots.sampled(batch.sample_slots, drawn)
         return samples

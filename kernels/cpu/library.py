@@ -24,7 +24,7 @@ import torch
 from kernels.cpu import build
 
 #: As kAbi in native/abi.h.
-ABI: Final = 2
+ABI: Final = 3
 
 #: As kMaxTurned in native/abi.h.
 MAX_TURNED: Final = 1024
@@ -191,6 +191,20 @@ class RotateCall(ctypes.Structure):
     )
 
 
+class PeaksCall(ctypes.Structure):
+    """The largest element of each row."""
+
+    _fields_ = (
+        ("input", ctypes.c_void_p),
+        ("maxima", ctypes.c_void_p),
+        ("indexes", ctypes.c_void_p),
+        ("input_stride", ctypes.c_int64),
+        ("rows", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    )
+
+
 class Operation(ctypes.Structure):
     """One operation of a program."""
 
@@ -202,7 +216,7 @@ KINDS: Final[dict[type[ctypes.Structure], int]] = {LinearCall: 0, NormCall: 1, G
 
 #: In the order of kilburn_sizeof's argument.
 STRUCTURES: Final[tuple[type[ctypes.Structure], ...]] = (
-    Layer, Rows, Strided, AttendCall, WriteCall, CopyCall, LinearCall, NormCall, GateCall, RotateCall, Operation,
+    Layer, Rows, Strided, AttendCall, WriteCall, CopyCall, LinearCall, NormCall, GateCall, RotateCall, PeaksCall, Operation,
 )  # fmt: skip
 
 #: What kilburn_use_threads takes: what runs a parallel region in every OpenMP runtime, and what tells a thread its number and how
@@ -231,6 +245,7 @@ class Library:
     rms_norm: Callable[..., int]  # (instructions, call) -> status
     silu_mul: Callable[..., int]  # (instructions, call) -> status
     rotate_write: Callable[..., int]  # (instructions, call) -> status
+    peaks: Callable[..., int]  # (instructions, call) -> status
     run: Callable[..., int]  # (instructions, operations, count, threads, layer) -> status
     read: Callable[[int, int, int, int], int]  # (instructions, address, bytes, threads) -> exclusive or of all words
 
@@ -295,7 +310,7 @@ def load_from(folder: Path) -> Library:
         raise LibraryError(f"this machine has none of the instruction sets {', '.join(build.INSTRUCTION_SETS)}")
     openmp, why_one_thread = _use_openmp(holding)
     pointers = [ctypes.POINTER(structure) for structure in STRUCTURES]
-    layer, _, _, attend, write, copy, linear, norm, gate, rotate, operation = pointers
+    layer, _, _, attend, write, copy, linear, norm, gate, rotate, peaks, operation = pointers
     read = (ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
     return Library(
         path=path,
@@ -311,6 +326,7 @@ def load_from(folder: Path) -> Library:
         rms_norm=_function(holding, "kilburn_rms_norm", ctypes.c_int, ctypes.c_int32, norm),
         silu_mul=_function(holding, "kilburn_silu_mul", ctypes.c_int, ctypes.c_int32, gate),
         rotate_write=_function(holding, "kilburn_rotate_write", ctypes.c_int, ctypes.c_int32, rotate),
+        peaks=_function(holding, "kilburn_peaks", ctypes.c_int, ctypes.c_int32, peaks),
         run=_function(
             releasing, "kilburn_run", ctypes.c_int, ctypes.c_int32, operation, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
         ),

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from kernels.cpu import library
 from kernels.cpu.backend import PreparedStep
-from kernels.cpu.library import GateCall, LinearCall, NormCall, RotateCall, Strided
+from kernels.cpu.library import GateCall, LinearCall, NormCall, PeaksCall, RotateCall, Strided
 
 #: Rows that share each load of a weight, where there are registers for it: with more, the weight is read again from the cache.
 FEW_ROWS: Final = 8
@@ -99,6 +99,7 @@ class Operations:
         self._number = self._library.number(self.instructions)
         # Filled anew by each call, which takes a fraction of making them anew: on one row these microseconds are what is left.
         self._linear, self._norm, self._gate, self._rotate = LinearCall(), NormCall(heads=1), GateCall(), RotateCall()
+        self._peaks = PeaksCall()
 
     def linear(self, rows: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         """Return rows [n, inner] times weight [outputs, inner] plus bias [outputs], as [n, outputs].
@@ -216,6 +217,21 @@ class Operations:
         call.element, call.rows, call.size, call.epsilon, call.threads = element, count, size, epsilon, _threads(count * size)
         _check(self._library.rms_norm(self._number, byref(call)))
         return output
+
+    def peaks(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return of rows [n, size] float32 the largest elements, [n], and the first indexes that have them, [n] int64.
+
+        Where a row holds NaN its maximum is NaN, and its index is of no meaning. One pass: amax and argmax are two slow ones.
+        """
+        count, size, stride = _matrix(rows, torch.float32)
+        if size == 0:
+            raise ValueError("rows of nothing have no largest element")
+        maxima, indexes = rows.new_empty(count), rows.new_empty(count, dtype=torch.int64)
+        call = self._peaks
+        call.input, call.input_stride, call.rows, call.size = rows.data_ptr(), stride * rows.itemsize, count, size
+        call.maxima, call.indexes, call.threads = maxima.data_ptr(), indexes.data_ptr(), _threads(count * size)
+        _check(self._library.peaks(self._number, byref(call)))
+        return maxima, indexes
 
 
 def _threads(elements: int) -> int:

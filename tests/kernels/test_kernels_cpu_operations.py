@@ -1,5 +1,6 @@
 """The CPU's small operations, on every instruction set of this machine, against float64 and transformers' own modules."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -250,6 +251,48 @@ def test_a_gate_on_two_threads_is_that_on_one(operations: Operations, two_thread
     assert torch.equal(operations.silu_mul(left), found)
 
 
+# --------------------------------------------------------------------------------------------------------------- peaks
+
+
+@examples
+@given(
+    rows=st.integers(0, 5),
+    size=st.one_of(st.integers(1, 70), st.integers(1000, 3100)),
+    gap=st.integers(0, 3),
+    levels=st.integers(1, 40),
+    special=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3099), st.sampled_from([torch.inf, -torch.inf, torch.nan]))),
+    seed=st.integers(0, 2**16),
+)
+def test_peaks_are_the_largest_elements_and_the_first_of_them(
+    operations: Operations, rows: int, size: int, gap: int, levels: int, special: list[tuple[int, int, float]], seed: int
+) -> None:
+    # Few different values, so that the largest one is there more than once.
+    values = torch.randint(-levels, levels, (rows, size), generator=torch.Generator().manual_seed(seed)).float()
+    for row, column, value in special:
+        if row < rows and column < size:
+            values[row, column] = value
+    maxima, indexes = operations.peaks(spaced(values, gap, gap))
+    assert (maxima.dtype, indexes.dtype) == (torch.float32, torch.int64)
+    for row, found, index in zip(values.tolist(), maxima.tolist(), indexes.tolist(), strict=True):
+        if any(math.isnan(value) for value in row):
+            assert math.isnan(found)
+        else:
+            assert (found, index) == (max(row), row.index(max(row)))
+
+
+def test_peaks_of_rows_without_any_number_are_minus_infinity(operations: Operations) -> None:
+    maxima, indexes = operations.peaks(torch.full((2, 1500), -torch.inf))
+    assert maxima.tolist() == [-torch.inf] * 2
+    assert indexes.tolist() == [0, 0]
+
+
+def test_peaks_on_two_threads_are_those_on_one(operations: Operations, two_threads: None) -> None:
+    rows = torch.randn(31, 5000, generator=torch.Generator().manual_seed(0))
+    found = operations.peaks(rows)
+    torch.set_num_threads(1)
+    assert all(torch.equal(one, other) for one, other in zip(operations.peaks(rows), found, strict=True))
+
+
 # -------------------------------------------------------------------------------------------------------------- rotary
 
 
@@ -387,6 +430,8 @@ def test_angles_that_do_not_fit_are_refused() -> None:
         (lambda o: o.rms_norm(torch.ones(2, 16)[:, ::2], torch.ones(8), 1e-5), ValueError, "do not lie side by side"),
         (lambda o: o.add_rms_norm(torch.ones(2, 8), torch.ones(3, 8), torch.ones(8), 1e-5), ValueError, "a residual of"),
         (lambda o: o.silu_mul(torch.ones(2, 7)), ValueError, "rows of 7 are no gate and up"),
+        (lambda o: o.peaks(torch.ones(2, 0)), ValueError, "rows of nothing"),
+        (lambda o: o.peaks(torch.ones(2, 7, dtype=torch.bfloat16)), TypeError, "bfloat16 beside"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(call: Callable[[Operations], object], error: type[Exception], reason: str) -> None:

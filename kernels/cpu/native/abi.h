@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-constexpr int32_t kAbi = 2;
+constexpr int32_t kAbi = 3;
 
 // The dtype of a pool, and of all that is read from it, written to it or computed with it.
 enum Element : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
@@ -141,6 +141,17 @@ struct RotateCall {
   int32_t interleaved;
 };
 
+// Of each row the largest element, and the first that is as large. A row that holds NaN has the maximum NaN, and no index.
+struct PeaksCall {
+  const char* input;  // [rows, size] float32
+  float* maxima;      // [rows]
+  int64_t* indexes;   // [rows]
+  int64_t input_stride;
+  int32_t rows;
+  int32_t size;  // at least 1
+  int32_t threads;
+};
+
 // One of the operations of a program, which are done in order: each reads what those before it wrote.
 enum Kind : int32_t { kLinear = 0, kNorm = 1, kGate = 2, kRotate = 3, kAttend = 4 };
 
@@ -160,5 +171,6 @@ struct Kernels {
   void (*rms_norm)(const NormCall&, int thread, int threads);
   void (*silu_mul)(const GateCall&, int thread, int threads);
   void (*rotate_write)(const RotateCall&, int thread, int threads);
+  void (*peaks)(const PeaksCall&, int thread, int threads);
   uint64_t (*read)(const char* memory, int64_t bytes, int thread, int threads);
 };

@@ -1,6 +1,6 @@
 // Attention through a block table: softmax(rule(q k)) v by the online softmax (Milakov and Gimelshein, 2018), tile after tile.
 //
-// A tile is 64 tokens of one KV head. All query rows that read the head take part in each load of it: for a decode the heads of a
+// A tile is 128 tokens of one KV head. All query rows that read the head take part in each load of it: for a decode the heads of a
 // group, for a prefill chunk those of several tokens. Rows are worked on a few at a time (kRows), so that scores stay in registers.
 //
 // Decodes: all tiles of all sequences and heads form one line, which is cut into one piece for each thread. Whoever has all tiles of
@@ -137,10 +137,11 @@ struct Workspace {
 
 // ---------------------------------------------------------------------------------------------------------- one tile
 
-// scores[row][token] = q k, of M rows and N sub-tiles; what lies a tile further is fetched into the second cache level meanwhile.
+// scores[row][token] = scale q k, of M rows and N sub-tiles, and tops[row] what is largest in its lane; what lies a tile further is
+// fetched into the second cache level meanwhile.
 template <Element E, int M, int N, bool kAhead>
 ALWAYS_INLINE void score(const Problem<E>& problem, const char* queries, const char* const* keys, const char* const* next,
-                         float (*scores)[kTile]) {
+                         float (*scores)[kTile], Lanes* tops) {
   Lanes sums[M][N];
   for (int m = 0; m < M; m++)
     for (int n = 0; n < N; n++) sums[m][n] = zero();
@@ -155,18 +156,29 @@ ALWAYS_INLINE void score(const Problem<E>& problem, const char* queries, const c
     for (int m = 0; m < M; m++)
       for (int n = 0; n < N; n++) sums[m][n] = key[n].dot(queries + m * problem.query_bytes + step * Step<E>::kPairBytes, sums[m][n]);
   }
-  for (int m = 0; m < M; m++)
-    for (int n = 0; n < N; n++) store(scores[m] + 16 * n, sums[m][n]);
+  const Lanes scale = all(problem.scale);
+  for (int m = 0; m < M; m++) {
+    Lanes top = tops[m];
+    for (int n = 0; n < N; n++) {
+      const Lanes x = sums[m][n] * scale;
+      store(scores[m] + 16 * n, x);
+      top = max(top, x);
+    }
+    tops[m] = top;
+  }
 }
 
-// values = values * shrink + weights v, of M rows and C columns of 16 dimensions.
+// values = values * shrink + weights v, of M rows and C columns of 16 dimensions; without `shrink` nothing shrinks.
 template <Element E, int M, int C, bool kAhead>
 ALWAYS_INLINE void accumulate(const Problem<E>& problem, const Tile& tile, const char (*weights)[kPairs * Step<E>::kPairBytes],
                               const float* shrink, int column, int pair_begin, int pair_end, const char* const* next, float* values) {
   Lanes sums[M][C];
   for (int m = 0; m < M; m++)
-    for (int c = 0; c < C; c++)
-      sums[m][c] = load(values + int64_t(m) * problem.value_floats + (column + c) * 16) * all(shrink[m]);
+    for (int c = 0; c < C; c++) sums[m][c] = load(values + int64_t(m) * problem.value_floats + (column + c) * 16);
+  if (shrink) {
+    for (int m = 0; m < M; m++)
+      for (int c = 0; c < C; c++) sums[m][c] = sums[m][c] * all(shrink[m]);
+  }
   const int at = column * problem.layout.step_bytes;
 #pragma GCC unroll 2
   for (int pair = pair_begin; pair < pair_end; pair++) {
@@ -210,48 +222,77 @@ struct Bounds {
   }
 };
 
-// One tile for M rows.
+// How far, in powers of two, scores may be above what they are taken relative to: a maximum stays until then, and nothing has to
+// shrink. Weights reach 2^8 so, whose sums are as far from the largest float as ever.
+constexpr float kHeadroom = 8.0f;
+
+// What the rule and the bounds make of M rows' scaled scores, and again what is largest.
+template <Element E, int M>
+ALWAYS_INLINE void cap_and_mask(const Problem<E>& problem, const Tile& tile, Bounds bounds, float (*scores)[kTile], Lanes* tops) {
+  const float softcap = problem.call.softcap;
+  for (int m = 0; m < M; m++) {
+    Lanes top = all(kLowest);
+    for (int sub = tile.sub_begin; sub < tile.sub_end; sub++) {
+      Lanes x = load(scores[m] + 16 * sub);
+      if (softcap > 0) x = tanh(x / all(softcap)) * all(softcap * kLog2E);
+      if (bounds.begins) x = where_within(bounds.begin(m) - 16 * sub, bounds.end(m) - 16 * sub, x, all(kLowest));
+      store(scores[m] + 16 * sub, x);
+      top = max(top, x);
+    }
+    tops[m] = top;
+  }
+}
+
+// One tile for M rows. What is done to all rows' scores is done step by step: while one row's numbers are on their way through a
+// sum or a power, the processor has the others'.
 // Not inlined: the compiler keeps more of its loops in registers so.
 template <Element E, int M, bool kAhead>
 __attribute__((noinline)) void attend_tile(const Problem<E>& problem, const Tile& tile, const char* queries, Bounds bounds,
                                            const char* const* next, Sums sums) {
+  static_assert(M <= 16, "one number of each row has a lane");
   alignas(64) float scores[M][kTile];
   alignas(64) char weights[M][kPairs * Step<E>::kPairBytes];
-  float shrink[M];
-  if constexpr (kScoredTogether == kSubTiles) {
-    score<E, M, kSubTiles, kAhead>(problem, queries, tile.keys, next, scores);
-  } else {
-    for (int sub = tile.sub_begin; sub < tile.sub_end; sub++)
-      score<E, M, 1, kAhead>(problem, queries, tile.keys + sub, next + sub, reinterpret_cast<float(*)[kTile]>(&scores[0][16 * sub]));
+  Lanes tops[M];
+  for (int m = 0; m < M; m++) tops[m] = all(kLowest);
+  for (int sub = tile.sub_begin / kScoredTogether * kScoredTogether; sub < tile.sub_end; sub += kScoredTogether) {
+    const auto to = reinterpret_cast<float(*)[kTile]>(&scores[0][16 * sub]);
+    score<E, M, kScoredTogether, kAhead>(problem, queries, tile.keys + sub, next + sub, to, tops);
   }
   int low = tile.pair_begin, high = tile.pair_end;
   bounds.narrow(M, low, high);
-  const float softcap = problem.call.softcap, scale = problem.scale;
-  for (int m = 0; m < M; m++) {
-    Lanes x[kSubTiles], top = all(kLowest);
-    for (int sub = tile.sub_begin; sub < tile.sub_end; sub++) {
-      x[sub] = load(scores[m] + 16 * sub) * all(scale);
-      if (softcap > 0) x[sub] = tanh(x[sub] / all(softcap)) * all(softcap * kLog2E);
-      if (bounds.begins) x[sub] = where_within(bounds.begin(m) - 16 * sub, bounds.end(m) - 16 * sub, x[sub], all(kLowest));
-      top = max(top, x[sub]);
+  if (bounds.begins || problem.call.softcap > 0) cap_and_mask<E, M>(problem, tile, bounds, scores, tops);
+  bool grown = false;
+  for (int m = 0; m < M; m++) grown = grown || any_more(tops[m], all(sums.maxima[m] + kHeadroom));
+  alignas(64) float shrink[16];
+  if (grown) {
+    alignas(64) float before[16] = {}, maxima[16] = {};
+    for (int m = 0; m < M; m++) {
+      const float highest = max_of(tops[m]);
+      before[m] = sums.maxima[m];
+      sums.maxima[m] = maxima[m] = highest > before[m] ? highest : before[m];
     }
-    const float before = sums.maxima[m], highest = max_of(top), maximum = highest > before ? highest : before;
-    shrink[m] = first_of(exp2(all(before - maximum)));
-    sums.maxima[m] = maximum;
-    Lanes total = load(sums.weights + 16 * m) * all(shrink[m]);
-    for (int sub = tile.sub_begin; sub < tile.sub_end; sub++) {
-      Lanes weight = exp2(x[sub] - all(maximum));
-      if (bounds.begins) weight = where_within(bounds.begin(m) - 16 * sub, bounds.end(m) - 16 * sub, weight, zero());
-      total = total + Step<E>::put(weights[m], 16 * sub, weight);
+    store(shrink, exp2(load(before) - load(maxima)));
+    for (int m = 0; m < M; m++) store(sums.weights + 16 * m, load(sums.weights + 16 * m) * all(shrink[m]));
+  }
+  for (int m = 0; m < M; m++) {
+    const Lanes maximum = all(sums.maxima[m]);
+    Lanes total = load(sums.weights + 16 * m);
+    for (int sub = tile.sub_begin / 2 * 2; sub < tile.sub_end; sub += 2) {
+      Lanes two[2];
+      for (int i = 0; i < 2; i++) {
+        two[i] = Step<E>::power(load(scores[m] + 16 * (sub + i)) - maximum);
+        if (bounds.begins) two[i] = where_within(bounds.begin(m) - 16 * (sub + i), bounds.end(m) - 16 * (sub + i), two[i], zero());
+      }
+      total = Step<E>::put_two(weights[m], 16 * sub, two[0], two[1], total);
     }
     store(sums.weights + 16 * m, total);
   }
   int column = 0;
   const int columns = problem.layout.value_columns;
   for (; column + kColumnsTogether <= columns; column += kColumnsTogether)
-    accumulate<E, M, kColumnsTogether, kAhead>(problem, tile, weights, shrink, column, low, high, next, sums.values);
+    accumulate<E, M, kColumnsTogether, kAhead>(problem, tile, weights, grown ? shrink : nullptr, column, low, high, next, sums.values);
   for (; column < columns; column++)
-    accumulate<E, M, 1, kAhead>(problem, tile, weights, shrink, column, low, high, next, sums.values);
+    accumulate<E, M, 1, kAhead>(problem, tile, weights, grown ? shrink : nullptr, column, low, high, next, sums.values);
 }
 
 template <Element E, bool kAhead, int M>

@@ -63,7 +63,7 @@ void rotate_write_any(const RotateCall& call, int thread, int threads) {
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    workspace_any, attend_any, merge_any, write_any, linear_any, rms_norm_any, silu_mul_any, rotate_write_any, read,
+    workspace_any, attend_any, merge_any, write_any, linear_any, rms_norm_any, silu_mul_any, rotate_write_any, peaks, read,
 };
 
 }  // namespace KILBURN_ISA

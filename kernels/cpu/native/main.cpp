@@ -163,7 +163,7 @@ EXPORT int32_t kilburn_abi() { return kAbi; }
 EXPORT int64_t kilburn_sizeof(int32_t structure) {
   constexpr int64_t kSizes[] = {sizeof(Layer),    sizeof(Rows),       sizeof(Strided),  sizeof(AttendCall), sizeof(WriteCall),
                                 sizeof(CopyCall), sizeof(LinearCall), sizeof(NormCall), sizeof(GateCall),   sizeof(RotateCall),
-                                sizeof(Operation)};
+                                sizeof(PeaksCall), sizeof(Operation)};
   return structure < 0 || structure >= int32_t(sizeof kSizes / sizeof *kSizes) ? 0 : kSizes[structure];
 }
 
@@ -242,6 +242,13 @@ EXPORT int kilburn_rotate_write(int32_t instructions, const RotateCall* call) {
   const Kernels* kernels = kernels_of(instructions);
   if (!kernels || call->write.layer.key_size > kMaxTurned) return kUnsupported;
   parallel(call->write.threads, [&](int thread, int count) { kernels->rotate_write(*call, thread, count); });
+  return kDone;
+}
+
+EXPORT int kilburn_peaks(int32_t instructions, const PeaksCall* call) {
+  const Kernels* kernels = kernels_of(instructions);
+  if (!kernels) return kUnsupported;
+  parallel(call->threads, [&](int thread, int count) { kernels->peaks(*call, thread, count); });
   return kDone;
 }
 

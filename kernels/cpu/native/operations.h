@@ -77,6 +77,55 @@ void silu_mul(const GateCall& call, int thread, int threads) {
   }
 }
 
+// ---------------------------------------------------------------------------------------------------------------- peaks
+
+constexpr int kPeakBlock = 1024;  // that is looked at a second time, for where the largest element lies
+
+// The largest element of a block; NaN if there is one.
+ALWAYS_INLINE float peak_of(const float* block, int count) {
+  constexpr int kChains = 4;
+  const float lowest = -__builtin_inff();
+  Lanes tops[kChains] = {all(lowest), all(lowest), all(lowest), all(lowest)}, nan = zero();
+  int i = 0;
+  for (; i + 16 * kChains <= count; i += 16 * kChains) {
+    for (int chain = 0; chain < kChains; chain++) {
+      const Lanes x = load(block + i + 16 * chain);
+      tops[chain] = max(tops[chain], x);
+      nan = where_nan(x, nan);
+    }
+  }
+  for (; i < count; i += 16) {
+    const int left = count - i;
+    Lanes x = load_elements<kFloat32>(reinterpret_cast<const char*>(block + i), left);
+    if (left < 16) x = where_within(0, left, x, all(lowest));
+    tops[0] = max(tops[0], x);
+    nan = where_nan(x, nan);
+  }
+  const float found = sum_of(nan);
+  return found == found ? max_of(max(max(tops[0], tops[1]), max(tops[2], tops[3]))) : found;
+}
+
+inline void peaks(const PeaksCall& call, int thread, int threads) {
+  const int end = static_cast<int>(static_cast<int64_t>(call.rows) * (thread + 1) / threads);
+  for (int row = static_cast<int>(static_cast<int64_t>(call.rows) * thread / threads); row < end; row++) {
+    const auto* elements = reinterpret_cast<const float*>(call.input + row * call.input_stride);
+    float best = -__builtin_inff();
+    int begin = 0;
+    for (int at = 0; at < call.size; at += kPeakBlock) {
+      const float top = peak_of(elements + at, call.size - at < kPeakBlock ? call.size - at : kPeakBlock);
+      if (top <= best) continue;
+      best = top;
+      begin = at;
+      if (top != top) break;
+    }
+    int index = begin;
+    if (best == best)
+      while (elements[index] != best) index++;
+    call.maxima[row] = best;
+    call.indexes[row] = index;
+  }
+}
+
 // ----------------------------------------------------------------------------------------------------------------- read
 
 // The exclusive or of one thread's share of the 64-byte words, and of what is left behind the last, which is the last thread's.

@@ -7,12 +7,12 @@
 
 namespace KILBURN_ISA {
 
-constexpr int kTile = 64;  // tokens of one KV head that are worked on together
+constexpr int kTile = 128;  // tokens of one KV head that are worked on together
 constexpr int kSubTiles = kTile / kSubTile;
 constexpr int kPairs = kTile / 2;
 
-// A tile of a sequence's KV head: its tokens 64 * number .. 64 * number + 63, as far as they are of begin .. end - 1, which is what
-// somebody sees of the whole sequence. Nothing else is looked at, nor are table entries for it.
+// A tile of a sequence's KV head: its tokens 128 * number .. 128 * number + 127, as far as they are of begin .. end - 1, which is
+// what somebody sees of the whole sequence. Nothing else is looked at, nor are table entries for it.
 struct Where {
   const int32_t* table;
   int head;
