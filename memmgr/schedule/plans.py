@@ -46,8 +46,8 @@ class EndCode(IntEnum):
 class Limits:
     """What bounds the scheduler. `context_length` in tokens, prompt and output; `max_step_tokens` is the budget of one step.
 
-    So many prompt tokens, `max_prompt_rows`, may one step tell of. The histories that one plan carries are of `max_history_tokens`
-    at most, beside those of one request, so that it stays well within a frame: three bytes each at the most.
+    One step may tell of `max_prompt_rows` prompt tokens. The histories that one plan carries are of `max_history_tokens` at the
+    most, beside those of one request: three bytes each at the most, so that a plan stays well within a frame.
     """
 
     max_running: int
