@@ -21,10 +21,6 @@ from memmgr.schedule.lanes import Searches
 from memmgr.schedule.queues import Queues
 from memmgr.schedule.requests import Request, Sequence
 
-#: Tokens whose histories the plans of one step may carry, beside those of one request, so that a plan stays well within a frame:
-#: three bytes each at the most. What does not fit begins a step later.
-MAX_HISTORY_TOKENS: Final = 1024 * 1024
-
 #: How often others may pass the first of the queue while there is no room for it, and how many of them are looked at in a step.
 MAX_PASSES: Final = 16
 MAX_LOOKED_BEHIND: Final = 16
@@ -33,7 +29,7 @@ MAX_LOOKED_BEHIND: Final = 16
 class Admitting:
     """See the module."""
 
-    __slots__ = ("_counters", "_memory", "_queues", "_searches", "_swap")
+    __slots__ = ("_counters", "_history_tokens", "_memory", "_queues", "_searches", "_swap")
 
     def __init__(
         self,
@@ -42,12 +38,14 @@ class Admitting:
         queues: Queues,
         searches: Searches,
         counters: ScheduleCounters,
+        history_tokens: int,
     ) -> None:
         self._memory: Final = memory
         self._swap: Final = swap
         self._queues: Final = queues
         self._searches: Final = searches
         self._counters: Final = counters
+        self._history_tokens: Final = history_tokens  # that a plan has room for
 
     def admit(self, draft: Draft) -> None:
         """Admit waiting requests, in order of rank, until budget, slots or blocks run out.
@@ -106,7 +104,7 @@ class Admitting:
         """Whether the plan has no room for the histories of one more request."""
         size = request.history_size
         carried = sum(one.history_size for one in draft.opened) if size else 0
-        return carried > 0 and carried + size > MAX_HISTORY_TOKENS
+        return carried > 0 and carried + size > self._history_tokens
 
     def _is_held(self, request: Request, live: list[Sequence], place: int) -> bool:
         """Let a waiting request wait behind its tenant's limit where that is in its way, or another of the tenant before it."""

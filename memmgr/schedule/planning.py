@@ -47,7 +47,7 @@ class Planner:
         self._queues: Final = queues
         self._results: Final = results
         self._counters: Final = counters
-        self._admitting: Final = Admitting(memory, swap, queues, searches, counters)
+        self._admitting: Final = Admitting(memory, swap, queues, searches, counters, limits.max_history_tokens)
 
     def plan(self) -> Plan | None:
         """Plan the next step; None where there is nothing to do until a result or a request comes."""

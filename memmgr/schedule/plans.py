@@ -46,7 +46,8 @@ class EndCode(IntEnum):
 class Limits:
     """What bounds the scheduler. `context_length` in tokens, prompt and output; `max_step_tokens` is the budget of one step.
 
-    So many prompt tokens, `max_prompt_rows`, may one step tell of.
+    One step may tell of `max_prompt_rows` prompt tokens. The histories that one plan carries are of `max_history_tokens` at the
+    most, beside those of one request: three bytes each at the most, so that a plan stays well within a frame.
     """
 
     max_running: int
@@ -54,6 +55,7 @@ class Limits:
     max_step_tokens: int
     context_length: int
     max_prompt_rows: int = 128
+    max_history_tokens: int = 1024 * 1024
 
     def __post_init__(self) -> None:
         assert self.max_step_tokens >= self.max_running >= 1, "a step must hold one token of each running sequence"

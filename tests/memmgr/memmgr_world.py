@@ -285,11 +285,14 @@ class World:
         records: list[Record] | None = None,
         host_blocks: int = 0,
         max_prompt_rows: int = 128,
+        max_history_tokens: int = 1024 * 1024,
         new_memory: Callable[..., SwappingMemory] = SwappingMemory,
     ) -> None:
         self.vocabulary = vocabulary
         self.records = records
-        self.limits = Limits(max_running, max_waiting, max_step_tokens, context_length or blocks * block_size, max_prompt_rows)
+        self.limits = Limits(
+            max_running, max_waiting, max_step_tokens, context_length or blocks * block_size, max_prompt_rows, max_history_tokens
+        )
         self.memory = new_memory(
             blocks,
             block_size,

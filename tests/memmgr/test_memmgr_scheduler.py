@@ -19,7 +19,7 @@ from memmgr.schedule.plans import (
     SequenceEnd,
     Submission,
 )
-from memmgr.schedule.requests import Request, State
+from memmgr.schedule.requests import State
 from tests.memmgr.memmgr_world import World
 
 
@@ -1058,11 +1058,10 @@ def test_a_sequence_that_comes_back_brings_all_its_outputs(samples: int) -> None
             assert tuple(outputs) in world.executor.histories
 
 
-def test_histories_that_a_plan_has_no_room_for_begin_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(block_size=4, blocks=100)
+def test_histories_that_a_plan_has_no_room_for_begin_later() -> None:
+    world = World(block_size=4, blocks=100, max_history_tokens=19)
     long = [world.submit(range(10), 3, counts_tokens=True, salt=str(number)) for number in range(4)]
     plain = world.submit(range(50, 55), 3)  # it is small, and passes
-    monkeypatch.setattr(Request, "history_size", property(lambda request: 600_000 * request.submission.counts_tokens))
     opened = [len(plan.opens) for _ in range(5) if (plan := world.step()) is not None]
     assert opened == [2, 1, 1, 1, 0]
     world.run()
