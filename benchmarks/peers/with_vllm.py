@@ -31,19 +31,15 @@ def _start_as_vllm_does(threads: str) -> None:
     environment = os.environ | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
-        "VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("MODE_MP", "0"),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: no queue between it and what asks
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": threads,
     }
-    mode = os.environ.get("MODE_OMP", "gomp")
-    if mode == "iomp":
-        environment["LD_PRELOAD"] = str(Path(sys.prefix) / "lib/libiomp5.so")
-    else:
-        runtimes = sorted(Path(torch.origin).parent.glob("lib/libgomp*.so*"))
-        if runtimes:
-            environment["LD_PRELOAD"] = str(runtimes[0])
+    runtimes = sorted(Path(torch.origin).parent.glob("lib/libgomp*.so*"))
+    if runtimes:
+        environment["LD_PRELOAD"] = str(runtimes[0])
     os.execve(sys.executable, [sys.executable, *sys.argv], environment)  # noqa: S606 - ourselves
 
 
