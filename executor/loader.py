@@ -106,7 +106,7 @@ def load(
             why_general += ", though by its plan each computes and holds the K and V of all heads"
     if fused is not None:
         _check_fused(fused, trial, backend, block_size)
-    elif isinstance(backend, CpuBackend):
+    elif isinstance(backend, CpuBackend) and world == 1:  # a rank's weights are parts, and its modules have hooks
         why_general += _pack(model, trial, backend, block_size)
     return LoadedModel(
         model=model if fused is None else None,

@@ -112,6 +112,8 @@ def exchange(model: "PreTrainedModel", instructions: str) -> Exchanged:
     for parent, name, child in places:
         if type(child) not in (nn.Linear, Conv1D) or seats[id(child)] != 1 or child.weight.dtype not in _DTYPES:
             continue
+        if type(child.weight) is not nn.Parameter or child._forward_hooks or child._forward_pre_hooks:
+            continue  # a part of a weight, or a module that does more than its product
         is_tied = tied and child is head and uses[id(child.weight)] == 2
         if not is_tied and uses[id(child.weight)] != 1:
             continue
